@@ -1,0 +1,124 @@
+"""Feed-forward layers: dense SwiGLU, and the mixture of experts with a sigmoid router.
+
+    l = x W_g (f32);  s = sigmoid(l);  chosen = top-k of (s + bias)
+    g_e = scale * s_e / (sum of the chosen s + 1e-20)
+    y = sum over chosen e of g_e SwiGLU_e(x)  +  SwiGLU_shared(x)
+
+The bias enters the selection only. The shared expert is neither gated nor scaled.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from glm_jax.config import GlmConfig
+from glm_jax.numerics.primitives import product, swiglu
+from glm_jax.params import ZEROS, Buffer, Normal, declare
+from pallas_kernels.grouped_matmul import grouped_matmul, plan_groups
+from pallas_kernels.top_k_select import mask_to_ids, select_mask
+
+EXPERT_TILE = 128
+"""Rows an expert tile: the smallest for which a CPU GEMM runs near its full rate."""
+
+
+class Routes(NamedTuple):
+    """Where each token goes."""
+
+    logits_RE: Float[Array, "R E"]
+    ids_Rk: Int[Array, "R k"]
+    """Chosen experts, ascending."""
+    gates_Rk: Float[Array, "R k"]
+    """Combination weights in the same order, normalised and scaled, f32."""
+
+
+class Mlp(nnx.Module):
+    """`W_down (silu(x W_gate) * (x W_up))`."""
+
+    def __init__(self, cfg: GlmConfig, width: int, *, stack: tuple[int, ...] = ()):
+        d, init, dtype = cfg.hidden_size, Normal(cfg.initializer_range), cfg.dtype
+        self.gate_up = declare((d, 2, width), ("embed", "gate_up", "mlp"), init, dtype, stack=stack)
+        self.down = declare((width, d), ("mlp", "embed"), init, dtype, stack=stack)
+
+    def __call__(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R D"]:
+        """Applies the layer to each row."""
+        hidden_RF = swiglu(product("rd,dgf->rgf", x_RD, self.gate_up[...]))
+        return product("rf,fd->rd", hidden_RF, self.down[...])
+
+
+class Moe(nnx.Module):
+    """Router, routed experts and shared expert of one (stack of) layers."""
+
+    def __init__(self, cfg: GlmConfig, *, stack: tuple[int, ...] = ()):
+        self.cfg = cfg
+        d, e, f = cfg.hidden_size, cfg.n_routed_experts, cfg.moe_intermediate_size
+        init, dtype = Normal(cfg.initializer_range), cfg.dtype
+        # f32 whatever the model's dtype: a bf16 bias collapses hundreds of values to a few.
+        self.router = declare((d, e), ("embed", "experts"), init, "float32", stack=stack)
+        self.router_bias = declare((e,), ("experts",), ZEROS, "float32", stack=stack, kind=Buffer)
+        self.gate_up = declare(
+            (e, d, 2, f),
+            ("experts", "embed", "gate_up", "expert_mlp"),
+            init,
+            dtype,
+            stack=stack,
+        )
+        self.down = declare((e, f, d), ("experts", "expert_mlp", "embed"), init, dtype, stack=stack)
+        self.shared = Mlp(cfg, f * cfg.n_shared_experts, stack=stack)
+
+    def __call__(self, x_RD: Float[Array, "R D"]) -> tuple[Float[Array, "R D"], Routes]:
+        """Routes each row to its experts and adds the shared expert."""
+        routes = self.route(x_RD)
+        expert_RkD = self.experts(x_RD, routes.ids_Rk)
+        return self.combine(x_RD, expert_RkD, routes), routes
+
+    def route(self, x_RD: Float[Array, "R D"]) -> Routes:
+        """Chooses experts in f32; ties go to the lower expert."""
+        cfg = self.cfg
+        logits_RE = product("rd,de->re", x_RD.astype(jnp.float32), self.router[...])
+        score_RE = jax.nn.sigmoid(logits_RE)
+        biased_RE = jax.lax.stop_gradient(score_RE) + self.router_bias[...][None, :]
+        ids_Rk = mask_to_ids(
+            select_mask(biased_RE, cfg.num_experts_per_tok), cfg.num_experts_per_tok
+        )
+        chosen_Rk = jnp.take_along_axis(score_RE, ids_Rk, axis=1)
+        total_R1 = jnp.sum(chosen_Rk, axis=1, keepdims=True) + 1e-20
+        return Routes(logits_RE, ids_Rk, chosen_Rk / total_R1 * cfg.routed_scaling_factor)
+
+    def experts(
+        self, x_RD: Float[Array, "R D"], ids_Rk: Int[Array, "R k"]
+    ) -> Float[Array, "R k D"]:
+        """Output of each chosen expert for each row, unweighted."""
+        (n_rows, k), n_experts = ids_Rk.shape, self.cfg.n_routed_experts
+        flat_M = ids_Rk.reshape(-1)
+        order_M = jnp.argsort(flat_M, stable=True)
+        counts_E = jnp.sum(
+            flat_M[:, None] == jnp.arange(n_experts, dtype=flat_M.dtype)[None, :],
+            axis=0,
+            dtype=jnp.int32,
+        )
+        plan = plan_groups(counts_E, n_rows * k, EXPERT_TILE)
+        spare_M = jnp.concatenate([order_M // k, jnp.zeros(EXPERT_TILE, order_M.dtype)])
+        sorted_MD = x_RD[spare_M]
+        gate_up_EDG = self.gate_up[...].reshape(n_experts, x_RD.shape[1], -1)
+        pre_MG = grouped_matmul(sorted_MD, gate_up_EDG, plan, EXPERT_TILE)
+        hidden_MF = swiglu(pre_MG.reshape(pre_MG.shape[0], 2, -1))
+        out_MD = grouped_matmul(hidden_MF, self.down[...], plan, EXPERT_TILE)
+        place_M = (
+            jnp.zeros_like(order_M)
+            .at[order_M]
+            .set(jnp.arange(n_rows * k, dtype=order_M.dtype), unique_indices=True)
+        )
+        return out_MD[place_M].reshape(n_rows, k, -1)
+
+    def combine(
+        self, x_RD: Float[Array, "R D"], expert_RkD: Float[Array, "R k D"], routes: Routes
+    ) -> Float[Array, "R D"]:
+        """Weighted sum in slot order, shared expert last, in f32 with one rounding."""
+        total_RD = jnp.zeros(x_RD.shape, jnp.float32)
+        for slot in range(self.cfg.num_experts_per_tok):
+            part_RD = expert_RkD[:, slot].astype(jnp.float32)
+            total_RD = total_RD + routes.gates_Rk[:, slot, None] * part_RD
+        return (total_RD + self.shared(x_RD).astype(jnp.float32)).astype(x_RD.dtype)

@@ -1,0 +1,1 @@
+"""Arithmetic whose rounding points are stated."""

@@ -1,0 +1,107 @@
+"""The arithmetic of the model: every product, norm and rotation goes through one of these.
+
+Each accumulates in f32 and rounds once, to the dtype of its activations.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+
+def product(spec: str, x: Array, w: Array, *, out: DTypeLike | None = None) -> Array:
+    """Einsum with f32 accumulation and one rounding, to `out` (default: the dtype of `x`).
+
+    Raises:
+        TypeError: `x` and `w` differ in dtype; nothing is promoted silently.
+    """
+    if x.dtype != w.dtype:
+        raise TypeError(f"product {spec}: operands are {x.dtype} and {w.dtype}; cast one of them")
+    # "highest": the default would be bf16 passes on TPU and TF32 on GPU for f32 operands.
+    y = jnp.einsum(
+        spec, x, w, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    return y.astype(out or x.dtype)
+
+
+def product_by_head(x_RNI: Float[Array, "R N I"], w_NIO: Float[Array, "N I O"]) -> Array:
+    """`x[:, n] @ w[n]` for every head n, `[R, N, O]`, with f32 accumulation and one rounding.
+
+    Heads are moved to the front first: with the batch axis in the middle XLA's CPU backend falls
+    back to a scalar loop in f32 and has no product at all in bf16.
+    """
+    y_NRO = product("nri,nio->nro", jnp.swapaxes(x_RNI, 0, 1), w_NIO)
+    return jnp.swapaxes(y_NRO, 0, 1)
+
+
+def rms_scale(x_RD: Float[Array, "R D"], gain_D: Float[Array, "D"], eps: float) -> Array:
+    """`gain * x / sqrt(mean(x^2) + eps)` in f32; the result is f32 and still to be rounded."""
+    x_RD = x_RD.astype(jnp.float32)
+    mean_R1 = jnp.mean(x_RD * x_RD, axis=-1, keepdims=True)
+    return x_RD * jax.lax.rsqrt(mean_R1 + eps) * gain_D.astype(jnp.float32)[None, :]
+
+
+def rms_norm(x_RD: Float[Array, "R D"], gain_D: Float[Array, "D"], eps: float) -> Array:
+    """RMSNorm with f32 statistics and gain, rounded once to the dtype of `x`."""
+    return rms_scale(x_RD, gain_D, eps).astype(x_RD.dtype)
+
+
+def add_rms_norm(
+    residual_RD: Float[Array, "R D"],
+    branch_RD: Float[Array, "R D"],
+    gain_D: Float[Array, "D"],
+    eps: float,
+) -> tuple[Array, Array]:
+    """Adds a branch to the residual stream and norms the sum.
+
+    The norm reads the unrounded f32 sum, as the serving engines do; the stream stores it rounded.
+
+    Returns:
+        normed, residual: both `[R, D]` in the dtype of `residual`.
+    """
+    sum_RD = residual_RD.astype(jnp.float32) + branch_RD.astype(jnp.float32)
+    dtype = residual_RD.dtype
+    return rms_scale(sum_RD, gain_D, eps).astype(dtype), sum_RD.astype(dtype)
+
+
+def layer_norm(
+    x_RD: Float[Array, "R D"], gain_D: Float[Array, "D"], bias_D: Float[Array, "D"], eps: float
+) -> Array:
+    """LayerNorm with biased variance and f32 statistics, rounded once to the dtype of `x`."""
+    x32_RD = x_RD.astype(jnp.float32)
+    centred_RD = x32_RD - jnp.mean(x32_RD, axis=-1, keepdims=True)
+    variance_R1 = jnp.mean(centred_RD * centred_RD, axis=-1, keepdims=True)
+    gain_1D, bias_1D = gain_D.astype(jnp.float32)[None, :], bias_D.astype(jnp.float32)[None, :]
+    y_RD = centred_RD * jax.lax.rsqrt(variance_R1 + eps) * gain_1D + bias_1D
+    return y_RD.astype(x_RD.dtype)
+
+
+def rope_angles(
+    positions_R: Int[Array, "R"], width: int, theta: float
+) -> tuple[Float[Array, "R W"], Float[Array, "R W"]]:
+    """Cosine and sine of `position * theta^(-2j/width)` for j < width/2, f32."""
+    frequency_W = jnp.asarray(
+        [theta ** (-2 * j / width) for j in range(width // 2)], dtype=jnp.float32
+    )
+    phase_RW = positions_R.astype(jnp.float32)[:, None] * frequency_W[None, :]
+    return jnp.cos(phase_RW), jnp.sin(phase_RW)
+
+
+def rope(x: Float[Array, "R ... W2"], cos_RW: Array, sin_RW: Array) -> Array:
+    """Rotates the pairs (0, 1), (2, 3), ... of the last axis; computed in f32, rounded once."""
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    middle = (1,) * (x.ndim - 2)
+    cos = cos_RW.reshape(cos_RW.shape[0], *middle, cos_RW.shape[1])
+    sin = sin_RW.reshape(sin_RW.shape[0], *middle, sin_RW.shape[1])
+    even, odd = pairs[..., 0], pairs[..., 1]
+    rotated = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
+    return rotated.reshape(x.shape).astype(x.dtype)
+
+
+def swiglu(gate_up_RGF: Float[Array, "R 2 F"]) -> Array:
+    """`silu(gate) * up` in f32, rounded once. Axis 1 holds gate, then up."""
+    gate_RF, up_RF = (
+        gate_up_RGF[:, 0, :].astype(jnp.float32),
+        gate_up_RGF[:, 1, :].astype(jnp.float32),
+    )
+    return (gate_RF * jax.nn.sigmoid(gate_RF) * up_RF).astype(gate_up_RGF.dtype)

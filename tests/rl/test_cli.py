@@ -1,0 +1,69 @@
+"""The frame of the `glm-jax` command."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+import typer
+
+from glm_jax.errors import GlmError
+from rl.cli import main as cli
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int | str | None:
+    """Runs the command in this process and returns its exit status."""
+    monkeypatch.setattr(sys, "argv", ["glm-jax", *args])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    return leaving.value.code
+
+
+@pytest.fixture
+def failing_verb(monkeypatch: pytest.MonkeyPatch):
+    """Adds a verb `fail` that raises what `failing_verb.error` holds."""
+
+    def fail() -> None:
+        raise fail.error
+
+    monkeypatch.setattr(cli.app, "registered_commands", list(cli.app.registered_commands))
+    cli.app.command("fail")(fail)
+    return fail
+
+
+def test_version_names_every_package_and_the_device(monkeypatch, capsys):
+    assert run(monkeypatch, "--version") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [f"{x} {version(x)}" for x in ("glm-jax", "jax", "jaxlib", "flax")]
+    assert lines[4] == "device cpu"
+
+
+def test_users_mistake_is_one_error_line_and_status_2(monkeypatch, capsys, failing_verb):
+    failing_verb.error = GlmError("model.safetensors: missing; download it")
+    assert run(monkeypatch, "fail") == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "error: model.safetensors: missing; download it\n")
+
+
+def test_other_errors_keep_their_traceback(monkeypatch, failing_verb):
+    failing_verb.error = ValueError("a bug")
+    monkeypatch.setattr(sys, "argv", ["glm-jax", "fail"])
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main()
+
+
+@pytest.mark.parametrize("args", [["nonsense"], ["check", "nonsense"], ["--nonsense"]])
+def test_unknown_names_are_usage_errors_with_status_2(monkeypatch, capsys, args):
+    assert run(monkeypatch, *args) == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_loading_the_command_does_not_import_jax():
+    code = "import sys, rl.cli.main; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_verbs_are_registered():
+    names = {group.name for group in cli.app.registered_groups}
+    assert {"check", "bench"} <= names
+    assert isinstance(cli.app, typer.Typer)
