@@ -15,20 +15,22 @@ from glm_jax.errors import GlmError
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenBatch:
-    """T = G * rows tokens; every run of `rows` tokens belongs to one sequence slot.
+    """A flat list of T tokens.
 
-    Prefill, decode, scoring and training build one of these and call the same forward. Padding is
-    marked in `valid_T` and changes nothing.
+    Prefill, chunked prefill, decode, scoring and training build one of these and call the same
+    forward. A token attends to its own slot only. Padding is marked in `valid_T` and changes
+    nothing.
     """
 
     ids_T: Int[Array, "T"]
     positions_T: Int[Array, "T"]
     """Position of each token in its own sequence, from 0."""
-    slots_G: Int[Array, "G"]
-    """Sequence slot of each run; with a cache, where its keys are kept."""
+    slots_T: Int[Array, "T"]
+    """Sequence slot of each token: where the cache keeps its keys."""
     valid_T: Bool[Array, "T"]
-    rows: int = dataclasses.field(metadata={"static": True})
-    """Tokens a run."""
+    rows: int = dataclasses.field(default=1, metadata={"static": True})
+    """Every run of `rows` tokens is known to share a slot. Native arithmetic takes its shapes from
+    it; pinned arithmetic treats every token by itself."""
 
     @property
     def n_tokens(self) -> int:
@@ -38,7 +40,30 @@ class TokenBatch:
     @property
     def n_groups(self) -> int:
         """Number of runs."""
-        return self.slots_G.shape[0]
+        return self.n_tokens // self.rows
+
+    @property
+    def slots_G(self) -> Int[Array, "G"]:
+        """Slot of each run."""
+        return self.slots_T[:: self.rows]
+
+    @property
+    def n_used(self) -> Int[Array, ""]:
+        """Number of tokens up to the last valid one (traced)."""
+        place_T = jnp.arange(1, self.n_tokens + 1, dtype=jnp.int32)
+        return jnp.max(jnp.where(self.valid_T, place_T, 0))
+
+    def padded(self, n_tokens: int) -> "TokenBatch":
+        """The batch with invalid tokens appended; runs that no longer fit become single tokens."""
+        extra = n_tokens - self.n_tokens
+        if extra == 0:
+            return self
+
+        def pad(x_T):
+            return jnp.concatenate([x_T, jnp.zeros(extra, x_T.dtype)])
+
+        fields = (self.ids_T, self.positions_T, self.slots_T, self.valid_T)
+        return TokenBatch(*map(pad, fields), rows=self.rows if extra % self.rows == 0 else 1)
 
     @classmethod
     def from_sequences(
@@ -75,7 +100,7 @@ class TokenBatch:
         return cls(
             ids_T=jnp.asarray(ids_GR.reshape(-1)),
             positions_T=jnp.asarray(positions_GR.reshape(-1)),
-            slots_G=jnp.arange(n, dtype=jnp.int32),
+            slots_T=jnp.repeat(jnp.arange(n, dtype=jnp.int32), rows),
             valid_T=jnp.asarray(valid_GR.reshape(-1)),
             rows=rows,
         )

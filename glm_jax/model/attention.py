@@ -15,7 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from glm_jax.config import GlmConfig
-from glm_jax.numerics.primitives import product, product_by_head, rms_norm, rope
+from glm_jax.numerics.arithmetic import Arithmetic, batched_dot
+from glm_jax.numerics.primitives import rms_norm, rope
 from glm_jax.params import ONES, Normal, declare
 
 
@@ -54,28 +55,28 @@ class Attention(nnx.Module):
         self.v_up = weight((n, k, v), ("heads", "kv_lora", "v_head"))
         self.o = weight((n, v, d), ("heads", "v_head", "embed"))
 
-    def project(self, x_RD: Float[Array, "R D"], angles: tuple[Array, Array]) -> Projected:
+    def project(
+        self, ops: Arithmetic, x_RD: Float[Array, "R D"], angles: tuple[Array, Array]
+    ) -> Projected:
         """Queries and cache rows of the tokens; `angles` are cos and sin, `[R, rope/2]` each."""
         cfg = self.cfg
         eps = cfg.latent_norm_eps
-        query_latent_RQ = rms_norm(
-            product("rd,dq->rq", x_RD, self.q_a[...]), self.q_a_norm[...], eps
-        )
-        q_RNH = product("rq,qnh->rnh", query_latent_RQ, self.q_b[...])
+        query_latent_RQ = rms_norm(ops, ops.matmul(x_RD, self.q_a[...]), self.q_a_norm[...], eps)
+        q_RNH = ops.matmul(query_latent_RQ, self.q_b[...])
         nope_RNP, rope_RNr = jnp.split(q_RNH, [cfg.qk_nope_head_dim], axis=-1)
-        absorbed_RNK = product_by_head(nope_RNP, self.k_up[...])
+        absorbed_RNK = ops.matmul_by_head(nope_RNP, self.k_up[...])
         query_RNC = jnp.concatenate([absorbed_RNK, rope(rope_RNr, *angles)], axis=-1)
 
-        kv_RC = product("rd,dc->rc", x_RD, self.kv_a[...])
+        kv_RC = ops.matmul(x_RD, self.kv_a[...])
         content_RK, key_Rr = jnp.split(kv_RC, [cfg.kv_lora_rank], axis=-1)
-        content_RK = rms_norm(content_RK, self.kv_a_norm[...], eps)
+        content_RK = rms_norm(ops, content_RK, self.kv_a_norm[...], eps)
         latent_RC = jnp.concatenate([content_RK, rope(key_Rr, *angles)], axis=-1)
         return Projected(query_RNC, latent_RC, query_latent_RQ)
 
-    def output(self, mixed_RNK: Float[Array, "R N K"]) -> Float[Array, "R D"]:
+    def output(self, ops: Arithmetic, mixed_RNK: Float[Array, "R N K"]) -> Float[Array, "R D"]:
         """Un-absorbs the mixed latents and projects to the model width."""
-        heads_RNV = product_by_head(mixed_RNK, self.v_up[...])
-        return product("rnv,nvd->rd", heads_RNV, self.o[...])
+        heads_RNV = ops.matmul_by_head(mixed_RNK, self.v_up[...])
+        return ops.matmul(heads_RNV, self.o[...])
 
 
 def attend_masked(
@@ -91,10 +92,11 @@ def attend_masked(
     A row without an allowed key (padding) gets zeros. `rank` is K; the first K of the C columns
     are the values.
     """
-    score_GRNS = product("grnc,gsc->grns", query_GRNC, keys_GSC, out=jnp.float32) * scale
+    score_GRNS = batched_dot("grnc,gsc->grns", query_GRNC, keys_GSC) * scale
     weight_GRNS = _masked_softmax(score_GRNS, allowed_GRS[:, :, None, :])
     weight_GRNS = weight_GRNS.astype(keys_GSC.dtype)
-    return product("grns,gsk->grnk", weight_GRNS, keys_GSC[:, :, :rank])
+    mixed_GRNK = batched_dot("grns,gsk->grnk", weight_GRNS, keys_GSC[:, :, :rank])
+    return mixed_GRNK.astype(keys_GSC.dtype)
 
 
 def attend_gathered(
@@ -105,10 +107,23 @@ def attend_gathered(
     scale: float,
     rank: int,
 ) -> Float[Array, "R N K"]:
-    """As `attend_masked`, with each row's own list of `k` gathered keys."""
-    score_RNk = product("rnc,rkc->rnk", query_RNC, keys_RkC, out=jnp.float32) * scale
-    weight_RNk = _masked_softmax(score_RNk, allowed_Rk[:, None, :]).astype(keys_RkC.dtype)
-    return product("rnk,rkj->rnj", weight_RNk, keys_RkC[:, :, :rank])
+    """As `attend_masked`, with each row's own list of `k` gathered keys.
+
+    The products of a row have the shape `[N, C] x [C, k]` and `[N, k] x [k, K]` whatever the batch.
+    """
+    score_RNk = batched_dot("rnc,rkc->rnk", query_RNC, keys_RkC) * scale
+    score_RNk = jnp.where(allowed_Rk[:, None, :], score_RNk, -jnp.inf)
+    peak_RN1 = jax.lax.stop_gradient(jnp.max(score_RNk, axis=-1, keepdims=True))
+    weight_RNk = jnp.exp(score_RNk - jnp.where(jnp.isfinite(peak_RN1), peak_RN1, 0.0))
+    # Columns past the values become ones: the product then also sums the weights, in the order
+    # and precision in which it mixes the values.
+    column_C = jnp.arange(keys_RkC.shape[2])
+    one = jnp.ones((), keys_RkC.dtype)
+    values_RkC = jnp.where((column_C < rank)[None, None, :], keys_RkC, one)
+    mixed_RNC = batched_dot("rnk,rkc->rnc", weight_RNk.astype(keys_RkC.dtype), values_RkC)
+    total_RN1 = mixed_RNC[:, :, rank : rank + 1]
+    mixed_RNK = mixed_RNC[:, :, :rank] / jnp.where(total_RN1 == 0.0, 1.0, total_RN1)
+    return mixed_RNK.astype(keys_RkC.dtype)
 
 
 def _masked_softmax(score: Array, allowed: Array) -> Array:

@@ -1,26 +1,31 @@
-"""One decoder layer: attention over selected keys, then feed-forward, each on the normed stream."""
+"""One decoder layer: attention over selected keys, then feed-forward, each on the normed stream.
 
-import dataclasses
-from typing import Any, NamedTuple
+The layer is a chain of regions, each a function of rows; between them only moves happen (cache
+writes, sorting rows by expert):
 
-import jax
+    project   norm, queries, latent, index query
+    select    index scores and exact selection (full layers)
+    mix       selected latents, mixed
+    output    output projection, residual add, norm
+    route, experts, combine    or    mlp
+"""
+
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from glm_jax.batch import TokenBatch
 from glm_jax.cache import LatentCache, write_rows
 from glm_jax.config import GlmConfig
-from glm_jax.model.attention import Attention, attend_gathered, attend_masked, gather_keys
-from glm_jax.model.indexer import Indexer, index_scores, select
+from glm_jax.model.attention import Attention, Projected
+from glm_jax.model.context import Context, Place, Taps
+from glm_jax.model.indexer import Indexer, IndexQuery
 from glm_jax.model.layout import LayerKind
-from glm_jax.model.moe import Mlp, Moe
+from glm_jax.model.moe import Mlp, Moe, Routes
+from glm_jax.model.select import mix, select_keys
 from glm_jax.numerics.primitives import add_rms_norm
 from glm_jax.params import ONES, declare
-from pallas_kernels.top_k_select import mask_to_ids
-
-Taps = dict[str, Array]
-"""Named intermediate values of one layer, for comparison with a reference."""
 
 
 class Stream(NamedTuple):
@@ -30,29 +35,8 @@ class Stream(NamedTuple):
     branch_TD: Float[Array, "T D"]
     """Output of the last branch, not yet added."""
     selection: Array
-    """Last full layer's selection: mask `[G, R, S]`, or ascending ids `[G, R, k]`."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """What every layer of one forward shares."""
-
-    batch: TokenBatch
-    angles: tuple[Array, Array]
-    """cos and sin of the main and indexer rotation, `[T, rope/2]`."""
-    causal_GRS: Array
-    gathered: bool = dataclasses.field(metadata={"static": True})
-    """Attend a gathered list of keys (long contexts) or all keys under a mask (short ONES)."""
-    taps: bool = dataclasses.field(metadata={"static": True})
-    """Also return intermediate values."""
-
-
-class Place(NamedTuple):
-    """Where a layer's rows are in the cache."""
-
-    latent: Any
-    index: Any
+    """Last full layer's selection: ascending ids `[T, k]`, padded with the number of keys; or, in
+    masked attention, a mask `[G, R, S]`."""
 
 
 class Block(nnx.Module):
@@ -81,83 +65,101 @@ class Block(nnx.Module):
 
         Args:
             stream: residual, pending branch and selection.
-            cache: keys of the past; None attends within the batch only.
-            context: batch, rotation and masks of this forward.
+            cache: keys of the past; None attends within the batch only (native arithmetic).
+            context: batch, rotation and arithmetic of this forward.
             place: this layer's numbers in the cache.
         """
-        taps: Taps = {}
-        eps = self.cfg.rms_norm_eps
-        x_TD, residual_TD = add_rms_norm(
-            stream.residual_TD, stream.branch_TD, self.input_norm[...], eps
-        )
-        mixed_TD, selection, cache = self._attend(
-            x_TD, stream.selection, cache, context, place, taps
-        )
-        y_TD, residual_TD = add_rms_norm(residual_TD, mixed_TD, self.post_norm[...], eps)
-        if isinstance(self.feed_forward, Moe):
-            out_TD, routes = self.feed_forward(y_TD)
+        x_TD, residual_TD, projected, query = self._project(stream, context)
+        latent, index = projected.latent_RC, None if query is None else query.key_RJ
+        if cache is not None:
+            cache = _store(cache, context, place, latent, index)
+            latent, index = cache.latent_LPsC, cache.index_MPsJ
+        selection, scores = stream.selection, None
+        if query is not None:
+            selection, scores = select_keys(self.cfg, context, query, index, place.index)
+        mixed_TNK = mix(self.cfg, context, projected.query_RNC, latent, place.latent, selection)
+        y_TD, residual_TD, attended_TD = self._output(mixed_TNK, residual_TD, context)
+        out_TD, routes = self._feed_forward(y_TD, context)
+        new = Stream(residual_TD, out_TD, selection)
+        if not context.taps:
+            return new, cache, {}
+        taps = {
+            "attn_in": x_TD,
+            "q_latent": projected.query_latent_RQ,
+            "kv_latent": projected.latent_RC[:, : self.cfg.kv_lora_rank],
+            "selected": selection,
+            "mixed": mixed_TNK,
+            "attn_out": attended_TD,
+            "residual": residual_TD,
+            "mlp_in": y_TD,
+            "mlp_out": out_TD,
+            "out": residual_TD + out_TD,
+        }
+        if scores is not None:
+            taps["idx_scores"] = scores
+        if routes is not None:
             taps["router_logits"], taps["router_experts"], taps["router_weights"] = routes
-        else:
-            out_TD = self.feed_forward(y_TD)
-        taps |= {"attn_in": x_TD, "attn_out": mixed_TD, "mlp_out": out_TD}
-        taps["out"] = residual_TD + out_TD
-        return Stream(residual_TD, out_TD, selection), cache, taps if context.taps else {}
+        return new, cache, taps
 
-    def _attend(self, x_TD, selection, cache, context, place, taps):
-        cfg, batch = self.cfg, context.batch
-        projected = self.attention.project(x_TD, context.angles)
-        taps["q_latent"] = projected.query_latent_RQ
-        taps["kv_latent"] = projected.latent_RC[:, : cfg.kv_lora_rank]
-        keys_GSC, cache = self._keys(cache, "latent_LUSC", place.latent, batch, projected.latent_RC)
-        if self.indexer is not None:
-            query = self.indexer.project(x_TD, projected.query_latent_RQ, context.angles)
-            index_GSJ, cache = self._keys(cache, "index_LUSJ", place.index, batch, query.key_RJ)
-            selection, taps["idx_scores"] = self._select(query, index_GSJ, context)
-        taps["selected"] = selection
-        query_GRNC = _grouped(projected.query_RNC, batch)
-        sizes = {"scale": cfg.softmax_scale, "rank": cfg.kv_lora_rank}
-        if context.gathered:
-            keys_TkC = gather_keys(keys_GSC, selection).reshape(batch.n_tokens, -1, cfg.cache_width)
-            listed_Tk = (selection < keys_GSC.shape[1]).reshape(batch.n_tokens, -1)
-            mixed_TNK = attend_gathered(projected.query_RNC, keys_TkC, listed_Tk, **sizes)
-        else:
-            mixed_GRNK = attend_masked(query_GRNC, keys_GSC, selection, **sizes)
-            mixed_TNK = mixed_GRNK.reshape(batch.n_tokens, *mixed_GRNK.shape[2:])
-        return self.attention.output(mixed_TNK), selection, cache
+    def _project(
+        self, stream: Stream, context: Context
+    ) -> tuple[Array, Array, Projected, IndexQuery | None]:
+        def region(residual_RD, branch_RD, angles):
+            x_RD, residual_RD = add_rms_norm(
+                context.ops, residual_RD, branch_RD, self.input_norm[...], self.cfg.rms_norm_eps
+            )
+            projected = self.attention.project(context.ops, x_RD, angles)
+            query = None
+            if self.indexer is not None:
+                query = self.indexer.project(context.ops, x_RD, projected.query_latent_RQ, angles)
+            return x_RD, residual_RD, projected, query
 
-    def _select(self, query, index_GSJ, context):
-        batch, k = context.batch, self.cfg.index_topk
-        score_GRS = index_scores(
-            _grouped(query.query_RIJ, batch),
-            _grouped(query.weight_RI, batch),
-            index_GSJ,
-            context.causal_GRS,
+        return context.rows(region, stream.residual_TD, stream.branch_TD, context.angles)
+
+    def _output(self, mixed_TNK: Array, residual_TD: Array, context: Context):
+        def region(mixed_RNK, residual_RD):
+            attended_RD = self.attention.output(context.ops, mixed_RNK)
+            y_RD, residual_RD = add_rms_norm(
+                context.ops, residual_RD, attended_RD, self.post_norm[...], self.cfg.rms_norm_eps
+            )
+            return y_RD, residual_RD, attended_RD
+
+        return context.rows(region, mixed_TNK, residual_TD)
+
+    def _feed_forward(self, y_TD: Array, context: Context) -> tuple[Array, Routes | None]:
+        ops, layer = context.ops, self.feed_forward
+        if isinstance(layer, Mlp):
+            return context.rows(lambda y_RD: layer(ops, y_RD), y_TD), None
+        routes = context.rows(lambda y_RD: layer.route(ops, y_RD), y_TD)
+        expert_TkD = layer.experts(ops, y_TD, routes.ids_Rk, context.batch.valid_T)
+        out_TD = context.rows(
+            lambda y_RD, expert_RkD, gates_Rk: layer.combine(ops, y_RD, expert_RkD, gates_Rk),
+            y_TD,
+            expert_TkD,
+            routes.gates_Rk,
         )
-        mask_GRS = select(score_GRS, context.causal_GRS, k)
-        if not context.gathered:
-            return mask_GRS, score_GRS
-        n_keys = mask_GRS.shape[-1]
-        ids_Tk = mask_to_ids(mask_GRS.reshape(batch.n_tokens, n_keys), min(k, n_keys))
-        return _grouped(ids_Tk, batch), score_GRS
-
-    @staticmethod
-    def _keys(cache, name, layer, batch, rows_TX):
-        """This layer's keys of every group, after storing the batch's own rows."""
-        if cache is None:
-            return _grouped(rows_TX, batch), None
-        store = write_rows(getattr(cache, name), layer, batch, rows_TX)
-        return store[layer][batch.slots_G], cache._replace(**{name: store})
+        return out_TD, routes
 
 
-def _grouped(x_TX: Array, batch: TokenBatch) -> Array:
-    return x_TX.reshape(batch.n_groups, batch.rows, *x_TX.shape[1:])
+def _store(
+    cache: LatentCache, context: Context, place: Place, latent_TC: Array, index_TJ: Array | None
+) -> LatentCache:
+    """Writes the tokens' own rows into their pages."""
+    latent = write_rows(cache.latent_LPsC, place.latent, context.rows_T, latent_TC)
+    cache = cache.replace(latent_LPsC=latent)
+    if index_TJ is None:
+        return cache
+    index = write_rows(cache.index_MPsJ, place.index, context.rows_T, index_TJ)
+    return cache.replace(index_MPsJ=index)
 
 
-def first_stream(embedded_TD: Array, context: Context, n_keys: int, k: int) -> Stream:
+def first_stream(cfg: GlmConfig, embedded_TD: Array, context: Context) -> Stream:
     """The stream before the first layer; the selection is overwritten by it, as it is full."""
-    groups = context.causal_GRS.shape[:2]
-    if context.gathered:
-        selection = jnp.zeros((*groups, min(k, n_keys)), jnp.int32)
+    n_keys = context.n_keys
+    if context.causal_GRS is None:
+        selection = jnp.zeros((embedded_TD.shape[0], cfg.index_topk), jnp.int32)
+    elif context.gathered:
+        selection = jnp.zeros((embedded_TD.shape[0], min(cfg.index_topk, n_keys)), jnp.int32)
     else:
-        selection = jnp.zeros((*groups, n_keys), bool)
+        selection = jnp.zeros(context.causal_GRS.shape, bool)
     return Stream(embedded_TD, jnp.zeros_like(embedded_TD), selection)

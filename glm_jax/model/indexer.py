@@ -15,9 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from glm_jax.config import GlmConfig
-from glm_jax.numerics.primitives import layer_norm, product, rope
+from glm_jax.numerics.arithmetic import Arithmetic, batched_dot
+from glm_jax.numerics.primitives import layer_norm, rope
 from glm_jax.params import ONES, ZEROS, Normal, declare
-from pallas_kernels.top_k_select import select_mask
 
 
 class IndexQuery(NamedTuple):
@@ -49,6 +49,7 @@ class Indexer(nnx.Module):
 
     def project(
         self,
+        ops: Arithmetic,
         x_RD: Float[Array, "R D"],
         query_latent_RQ: Float[Array, "R Q"],
         angles: tuple[Array, Array],
@@ -56,14 +57,15 @@ class Indexer(nnx.Module):
         """Index queries, head weights and keys of the tokens, from the normed inputs."""
         cfg = self.cfg
         x_RD, query_latent_RQ = jax.lax.stop_gradient((x_RD, query_latent_RQ))
-        query_RIJ = product("rq,qij->rij", query_latent_RQ, self.q_b[...])
+        query_RIJ = ops.matmul(query_latent_RQ, self.q_b[...])
         key_RJ = layer_norm(
-            product("rd,dj->rj", x_RD, self.k[...]),
+            ops,
+            ops.matmul(x_RD, self.k[...]),
             self.k_norm[...],
             self.k_norm_bias[...],
             cfg.index_norm_eps,
         )
-        weight_RI = product("rd,di->ri", x_RD, self.head_weight[...], out=jnp.float32)
+        weight_RI = ops.matmul(x_RD, self.head_weight[...], out=jnp.float32)
         return IndexQuery(
             _rotate_first(query_RIJ, cfg.qk_rope_head_dim, angles),
             weight_RI * cfg.index_n_heads**-0.5,
@@ -83,14 +85,7 @@ def index_scores(
 ) -> Float[Array, "G R S"]:
     """f32 scores of every key for every row of its group, -inf where not causal."""
     width = query_GRIJ.shape[-1]
-    dot_GRIS = product("grij,gsj->gris", query_GRIJ, keys_GSJ, out=jnp.float32)
+    dot_GRIS = batched_dot("grij,gsj->gris", query_GRIJ, keys_GSJ)
     active_GRIS = jax.nn.relu(dot_GRIS * width**-0.5)
     score_GRS = jnp.sum(active_GRIS * weight_GRI[..., None], axis=2)
     return jnp.where(causal_GRS, score_GRS, -jnp.inf)
-
-
-def select(score_GRS: Array, causal_GRS: Array, k: int) -> Bool[Array, "G R S"]:
-    """Marks the `k` best causal keys of each row (all of them where there are at most `k`)."""
-    g, r, s = score_GRS.shape
-    mask_GRS = select_mask(score_GRS.reshape(g * r, s), k).reshape(g, r, s)
-    return mask_GRS & causal_GRS

@@ -9,10 +9,12 @@ from jaxtyping import Array, Float
 
 from glm_jax.cache import LatentCache
 from glm_jax.config import GlmConfig
-from glm_jax.model.block import Block, Context, Place, Stream, Taps, first_stream
+from glm_jax.model.block import Block, Stream, first_stream
+from glm_jax.model.context import Context, Place, Taps
 from glm_jax.model.layout import SegmentLayout, segments
 from glm_jax.model.mtp import Mtp
-from glm_jax.numerics.primitives import add_rms_norm, product
+from glm_jax.numerics.arithmetic import Arithmetic, native
+from glm_jax.numerics.primitives import add_rms_norm
 from glm_jax.params import ONES, Normal, declare, materialise
 
 
@@ -81,23 +83,28 @@ class GlmModel(nnx.Module):
         self, cache: LatentCache | None, context: Context
     ) -> tuple[Float[Array, "T D"], LatentCache | None, dict[str, Taps]]:
         """Embedding to final norm."""
-        n_keys, k = context.causal_GRS.shape[-1], self.cfg.index_topk
         embedded_TD = self.embed[...][context.batch.ids_T]
-        stream = first_stream(embedded_TD, context, n_keys, k)
+        stream = first_stream(self.cfg, embedded_TD, context)
         layers: list[Taps] = []
         for segment in self.segments:
             first = segment.layout.first_layer
             first_full = self.cfg.indexer_types[:first].count("full")
             stream, cache, taps = segment(stream, cache, context, first_full)
             layers += taps
-        hidden_TD, _ = add_rms_norm(
-            stream.residual_TD, stream.branch_TD, self.final_norm[...], self.cfg.rms_norm_eps
+        hidden_TD = context.rows(
+            lambda residual_RD, branch_RD: add_rms_norm(
+                context.ops, residual_RD, branch_RD, self.final_norm[...], self.cfg.rms_norm_eps
+            )[0],
+            stream.residual_TD,
+            stream.branch_TD,
         )
         named = {f"layer{i}": taps for i, taps in enumerate(layers)}
         if context.taps:
             named["model"] = {"embed": embedded_TD, "final_norm": hidden_TD}
         return hidden_TD, cache, named
 
-    def logits(self, hidden_TD: Float[Array, "T D"]) -> Float[Array, "T V"]:
+    def logits(
+        self, hidden_TD: Float[Array, "T D"], ops: Arithmetic | None = None
+    ) -> Float[Array, "T V"]:
         """f32 logits of the next token (or, for the draft layer's output, of the one after)."""
-        return product("td,dv->tv", hidden_TD, self.lm_head[...], out=jnp.float32)
+        return (ops or native()).matmul(hidden_TD, self.lm_head[...], out=jnp.float32)

@@ -12,16 +12,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from glm_jax.config import GlmConfig
-from glm_jax.numerics.primitives import product, swiglu
+from glm_jax.numerics.arithmetic import Arithmetic
+from glm_jax.numerics.primitives import swiglu
 from glm_jax.params import ZEROS, Buffer, Normal, declare
 from pallas_kernels.grouped_matmul import grouped_matmul, plan_groups
 from pallas_kernels.top_k_select import mask_to_ids, select_mask
-
-EXPERT_TILE = 128
-"""Rows an expert tile: the smallest for which a CPU GEMM runs near its full rate."""
 
 
 class Routes(NamedTuple):
@@ -42,10 +40,10 @@ class Mlp(nnx.Module):
         self.gate_up = declare((d, 2, width), ("embed", "gate_up", "mlp"), init, dtype, stack=stack)
         self.down = declare((width, d), ("mlp", "embed"), init, dtype, stack=stack)
 
-    def __call__(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R D"]:
+    def __call__(self, ops: Arithmetic, x_RD: Float[Array, "R D"]) -> Float[Array, "R D"]:
         """Applies the layer to each row."""
-        hidden_RF = swiglu(product("rd,dgf->rgf", x_RD, self.gate_up[...]))
-        return product("rf,fd->rd", hidden_RF, self.down[...])
+        hidden_RF = swiglu(ops.matmul(x_RD, self.gate_up[...]))
+        return ops.matmul(hidden_RF, self.down[...])
 
 
 class Moe(nnx.Module):
@@ -68,57 +66,66 @@ class Moe(nnx.Module):
         self.down = declare((e, f, d), ("experts", "expert_mlp", "embed"), init, dtype, stack=stack)
         self.shared = Mlp(cfg, f * cfg.n_shared_experts, stack=stack)
 
-    def __call__(self, x_RD: Float[Array, "R D"]) -> tuple[Float[Array, "R D"], Routes]:
-        """Routes each row to its experts and adds the shared expert."""
-        routes = self.route(x_RD)
-        expert_RkD = self.experts(x_RD, routes.ids_Rk)
-        return self.combine(x_RD, expert_RkD, routes), routes
-
-    def route(self, x_RD: Float[Array, "R D"]) -> Routes:
+    def route(self, ops: Arithmetic, x_RD: Float[Array, "R D"]) -> Routes:
         """Chooses experts in f32; ties go to the lower expert."""
         cfg = self.cfg
-        logits_RE = product("rd,de->re", x_RD.astype(jnp.float32), self.router[...])
+        logits_RE = ops.matmul(x_RD.astype(jnp.float32), self.router[...])
         score_RE = jax.nn.sigmoid(logits_RE)
         biased_RE = jax.lax.stop_gradient(score_RE) + self.router_bias[...][None, :]
         ids_Rk = mask_to_ids(
             select_mask(biased_RE, cfg.num_experts_per_tok), cfg.num_experts_per_tok
         )
         chosen_Rk = jnp.take_along_axis(score_RE, ids_Rk, axis=1)
-        total_R1 = jnp.sum(chosen_Rk, axis=1, keepdims=True) + 1e-20
-        return Routes(logits_RE, ids_Rk, chosen_Rk / total_R1 * cfg.routed_scaling_factor)
+        # Slot after slot: the order is spelled out, so that no compiler chooses it.
+        total_R = chosen_Rk[:, 0]
+        for slot in range(1, cfg.num_experts_per_tok):
+            total_R = total_R + chosen_Rk[:, slot]
+        gates_Rk = chosen_Rk / (total_R + 1e-20)[:, None] * cfg.routed_scaling_factor
+        return Routes(logits_RE, ids_Rk, gates_Rk)
 
     def experts(
-        self, x_RD: Float[Array, "R D"], ids_Rk: Int[Array, "R k"]
+        self,
+        ops: Arithmetic,
+        x_RD: Float[Array, "R D"],
+        ids_Rk: Int[Array, "R k"],
+        used_R: Bool[Array, "R"],
     ) -> Float[Array, "R k D"]:
-        """Output of each chosen expert for each row, unweighted."""
+        """Output of each chosen expert for each used row, unweighted.
+
+        Rows are sorted by expert and pass through tiles of fixed shape: a row's output depends on
+        the row and the expert alone. Rows that are not used cost nothing and give zeros.
+        """
         (n_rows, k), n_experts = ids_Rk.shape, self.cfg.n_routed_experts
-        flat_M = ids_Rk.reshape(-1)
+        tile = ops.expert_tile(n_rows * k // n_experts)
+        # Unused rows sort behind every expert, where no tile reaches.
+        flat_M = jnp.where(used_R[:, None], ids_Rk, n_experts).reshape(-1)
         order_M = jnp.argsort(flat_M, stable=True)
         counts_E = jnp.sum(
             flat_M[:, None] == jnp.arange(n_experts, dtype=flat_M.dtype)[None, :],
             axis=0,
             dtype=jnp.int32,
         )
-        plan = plan_groups(counts_E, n_rows * k, EXPERT_TILE)
-        spare_M = jnp.concatenate([order_M // k, jnp.zeros(EXPERT_TILE, order_M.dtype)])
-        sorted_MD = x_RD[spare_M]
+        plan = plan_groups(counts_E, n_rows * k, tile)
+        spare_M = jnp.concatenate([order_M // k, jnp.zeros(tile, order_M.dtype)])
         gate_up_EDG = self.gate_up[...].reshape(n_experts, x_RD.shape[1], -1)
-        pre_MG = grouped_matmul(sorted_MD, gate_up_EDG, plan, EXPERT_TILE)
+        pre_MG = grouped_matmul(x_RD[spare_M], gate_up_EDG, plan, tile, ops.product)
         hidden_MF = swiglu(pre_MG.reshape(pre_MG.shape[0], 2, -1))
-        out_MD = grouped_matmul(hidden_MF, self.down[...], plan, EXPERT_TILE)
-        place_M = (
-            jnp.zeros_like(order_M)
-            .at[order_M]
-            .set(jnp.arange(n_rows * k, dtype=order_M.dtype), unique_indices=True)
-        )
-        return out_MD[place_M].reshape(n_rows, k, -1)
+        out_MD = grouped_matmul(hidden_MF, self.down[...], plan, tile, ops.product)
+        place_M = jnp.zeros_like(order_M)
+        place_M = place_M.at[order_M].set(jnp.arange(n_rows * k, dtype=order_M.dtype))
+        out_RkD = out_MD[place_M].reshape(n_rows, k, -1)
+        return jnp.where(used_R[:, None, None], out_RkD, jnp.zeros((), out_RkD.dtype))
 
     def combine(
-        self, x_RD: Float[Array, "R D"], expert_RkD: Float[Array, "R k D"], routes: Routes
+        self,
+        ops: Arithmetic,
+        x_RD: Float[Array, "R D"],
+        expert_RkD: Float[Array, "R k D"],
+        gates_Rk: Float[Array, "R k"],
     ) -> Float[Array, "R D"]:
         """Weighted sum in slot order, shared expert last, in f32 with one rounding."""
         total_RD = jnp.zeros(x_RD.shape, jnp.float32)
         for slot in range(self.cfg.num_experts_per_tok):
             part_RD = expert_RkD[:, slot].astype(jnp.float32)
-            total_RD = total_RD + routes.gates_Rk[:, slot, None] * part_RD
-        return (total_RD + self.shared(x_RD).astype(jnp.float32)).astype(x_RD.dtype)
+            total_RD = total_RD + gates_Rk[:, slot, None] * part_RD
+        return (total_RD + self.shared(ops, x_RD).astype(jnp.float32)).astype(x_RD.dtype)

@@ -12,8 +12,9 @@ from jaxtyping import Array, Float
 
 from glm_jax.cache import LatentCache
 from glm_jax.config import GlmConfig
-from glm_jax.model.block import Block, Context, Place, Taps, first_stream
-from glm_jax.numerics.primitives import add_rms_norm, product, rms_norm
+from glm_jax.model.block import Block, first_stream
+from glm_jax.model.context import Context, Place, Taps
+from glm_jax.numerics.primitives import add_rms_norm, rms_norm
 from glm_jax.params import ONES, Normal, declare
 
 
@@ -48,17 +49,25 @@ class Mtp(nnx.Module):
             context: as for the model: the position of a row stays that of its hidden state.
         """
         eps = self.cfg.rms_norm_eps
-        pair_TpD = jnp.stack(
-            [
-                rms_norm(next_TD, self.embed_norm[...], eps),
-                rms_norm(hidden_TD, self.hidden_norm[...], eps),
-            ],
-            axis=1,
-        )
-        joined_TD = product("tpi,pid->td", pair_TpD, self.join[...])
-        n_keys, k = context.causal_GRS.shape[-1], self.cfg.index_topk
+
+        def join(next_RD, hidden_RD):
+            pair_RpD = jnp.stack(
+                [
+                    rms_norm(context.ops, next_RD, self.embed_norm[...], eps),
+                    rms_norm(context.ops, hidden_RD, self.hidden_norm[...], eps),
+                ],
+                axis=1,
+            )
+            return context.ops.matmul(pair_RpD, self.join[...])
+
+        stream = first_stream(self.cfg, context.rows(join, next_TD, hidden_TD), context)
         place = Place(self.cfg.num_hidden_layers, self.cfg.indexer_types.count("full"))
-        stream = first_stream(joined_TD, context, n_keys, k)
         stream, cache, taps = self.block(stream, cache, context, place)
-        y_TD, _ = add_rms_norm(stream.residual_TD, stream.branch_TD, self.norm[...], eps)
+        y_TD = context.rows(
+            lambda residual_RD, branch_RD: add_rms_norm(
+                context.ops, residual_RD, branch_RD, self.norm[...], eps
+            )[0],
+            stream.residual_TD,
+            stream.branch_TD,
+        )
         return y_TD, cache, taps

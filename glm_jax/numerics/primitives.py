@@ -1,52 +1,30 @@
-"""The arithmetic of the model: every product, norm and rotation goes through one of these.
-
-Each accumulates in f32 and rounds once, to the dtype of its activations.
-"""
+"""Norms, rotation and activation: f32 inside, one rounding to the dtype of the activations."""
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-
-def product(spec: str, x: Array, w: Array, *, out: DTypeLike | None = None) -> Array:
-    """Einsum with f32 accumulation and one rounding, to `out` (default: the dtype of `x`).
-
-    Raises:
-        TypeError: `x` and `w` differ in dtype; nothing is promoted silently.
-    """
-    if x.dtype != w.dtype:
-        raise TypeError(f"product {spec}: operands are {x.dtype} and {w.dtype}; cast one of them")
-    # "highest": the default would be bf16 passes on TPU and TF32 on GPU for f32 operands.
-    y = jnp.einsum(
-        spec, x, w, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-    return y.astype(out or x.dtype)
+from glm_jax.numerics.arithmetic import Arithmetic
 
 
-def product_by_head(x_RNI: Float[Array, "R N I"], w_NIO: Float[Array, "N I O"]) -> Array:
-    """`x[:, n] @ w[n]` for every head n, `[R, N, O]`, with f32 accumulation and one rounding.
-
-    Heads are moved to the front first: with the batch axis in the middle XLA's CPU backend falls
-    back to a scalar loop in f32 and has no product at all in bf16.
-    """
-    y_NRO = product("nri,nio->nro", jnp.swapaxes(x_RNI, 0, 1), w_NIO)
-    return jnp.swapaxes(y_NRO, 0, 1)
-
-
-def rms_scale(x_RD: Float[Array, "R D"], gain_D: Float[Array, "D"], eps: float) -> Array:
+def rms_scale(
+    ops: Arithmetic, x_RD: Float[Array, "R D"], gain_D: Float[Array, "D"], eps: float
+) -> Float[Array, "R D"]:
     """`gain * x / sqrt(mean(x^2) + eps)` in f32; the result is f32 and still to be rounded."""
     x_RD = x_RD.astype(jnp.float32)
-    mean_R1 = jnp.mean(x_RD * x_RD, axis=-1, keepdims=True)
+    mean_R1 = ops.row_sum(x_RD * x_RD)[:, :1] / x_RD.shape[1]
     return x_RD * jax.lax.rsqrt(mean_R1 + eps) * gain_D.astype(jnp.float32)[None, :]
 
 
-def rms_norm(x_RD: Float[Array, "R D"], gain_D: Float[Array, "D"], eps: float) -> Array:
+def rms_norm(
+    ops: Arithmetic, x_RD: Float[Array, "R D"], gain_D: Float[Array, "D"], eps: float
+) -> Float[Array, "R D"]:
     """RMSNorm with f32 statistics and gain, rounded once to the dtype of `x`."""
-    return rms_scale(x_RD, gain_D, eps).astype(x_RD.dtype)
+    return rms_scale(ops, x_RD, gain_D, eps).astype(x_RD.dtype)
 
 
 def add_rms_norm(
+    ops: Arithmetic,
     residual_RD: Float[Array, "R D"],
     branch_RD: Float[Array, "R D"],
     gain_D: Float[Array, "D"],
@@ -61,16 +39,20 @@ def add_rms_norm(
     """
     sum_RD = residual_RD.astype(jnp.float32) + branch_RD.astype(jnp.float32)
     dtype = residual_RD.dtype
-    return rms_scale(sum_RD, gain_D, eps).astype(dtype), sum_RD.astype(dtype)
+    return rms_scale(ops, sum_RD, gain_D, eps).astype(dtype), sum_RD.astype(dtype)
 
 
 def layer_norm(
-    x_RD: Float[Array, "R D"], gain_D: Float[Array, "D"], bias_D: Float[Array, "D"], eps: float
-) -> Array:
+    ops: Arithmetic,
+    x_RD: Float[Array, "R D"],
+    gain_D: Float[Array, "D"],
+    bias_D: Float[Array, "D"],
+    eps: float,
+) -> Float[Array, "R D"]:
     """LayerNorm with biased variance and f32 statistics, rounded once to the dtype of `x`."""
-    x32_RD = x_RD.astype(jnp.float32)
-    centred_RD = x32_RD - jnp.mean(x32_RD, axis=-1, keepdims=True)
-    variance_R1 = jnp.mean(centred_RD * centred_RD, axis=-1, keepdims=True)
+    x32_RD, width = x_RD.astype(jnp.float32), x_RD.shape[1]
+    centred_RD = x32_RD - ops.row_sum(x32_RD)[:, :1] / width
+    variance_R1 = ops.row_sum(centred_RD * centred_RD)[:, :1] / width
     gain_1D, bias_1D = gain_D.astype(jnp.float32)[None, :], bias_D.astype(jnp.float32)[None, :]
     y_RD = centred_RD * jax.lax.rsqrt(variance_R1 + eps) * gain_1D + bias_1D
     return y_RD.astype(x_RD.dtype)

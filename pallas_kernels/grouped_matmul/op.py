@@ -7,6 +7,7 @@ in ascending row order in f32; a group without rows gets exactly +0.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -47,9 +48,13 @@ def plan_groups(counts_E: Int[Array, "E"], n_rows: int, tile: int) -> GroupPlan:
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def grouped_matmul(
-    x_MK: Float[Array, "M K"], w_EKN: Float[Array, "E K N"], plan: GroupPlan, tile: int
+    x_MK: Float[Array, "M K"],
+    w_EKN: Float[Array, "E K N"],
+    plan: GroupPlan,
+    tile: int,
+    product: Callable[[Array, Array], Array] = xla.product,
 ) -> Float[Array, "M N"]:
     """Multiplies each row with its group's matrix.
 
@@ -59,6 +64,7 @@ def grouped_matmul(
         w_EKN: one matrix a group, of the same dtype.
         plan: from `plan_groups`, for the same number of rows and tile.
         tile: rows a tile.
+        product: `[tile, K] x [K, N]` in f32, the arithmetic of one tile.
 
     Returns:
         `[M, N]` in the dtype of `x_MK`; the spare rows hold nothing of meaning.
@@ -67,7 +73,7 @@ def grouped_matmul(
         TypeError: the dtypes differ. ValueError: the shapes do not fit.
     """
     _check(x_MK, w_EKN, tile)
-    return xla.forward(x_MK, w_EKN, plan, tile)
+    return xla.forward(x_MK, w_EKN, plan, tile, product)
 
 
 def _check(x_MK, w_EKN, tile):
@@ -81,13 +87,13 @@ def _check(x_MK, w_EKN, tile):
         )
 
 
-def _fwd(x_MK, w_EKN, plan, tile):
-    return grouped_matmul(x_MK, w_EKN, plan, tile), (x_MK, w_EKN, plan)
+def _fwd(x_MK, w_EKN, plan, tile, product):
+    return grouped_matmul(x_MK, w_EKN, plan, tile, product), (x_MK, w_EKN, plan)
 
 
-def _bwd(tile, saved, dy_MN):
+def _bwd(tile, product, saved, dy_MN):
     x_MK, w_EKN, plan = saved
-    dx_MK = xla.forward(dy_MN, w_EKN, plan, tile, transpose=True)
+    dx_MK = xla.forward(dy_MN, jnp.swapaxes(w_EKN, 1, 2), plan, tile, product)
     dw_EKN = xla.weight_gradient(x_MK, dy_MN, w_EKN, plan, tile)
     none = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), plan)
     return dx_MK, dw_EKN, none

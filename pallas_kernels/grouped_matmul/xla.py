@@ -4,28 +4,26 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def forward(x_MK, w_EKN, plan, tile, *, transpose=False):
-    """`x @ w[group]` a tile at a time, or `x @ w[group].T`. See `op.grouped_matmul`.
+def product(x_RK, w_KN):
+    """`x @ w` with f32 accumulation, not yet rounded."""
+    return jnp.matmul(
+        x_RK, w_KN, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def forward(x_MK, w_EKN, plan, tile, product):
+    """`x @ w[group]` a tile at a time. See `op.grouped_matmul`.
 
     A tile that reaches past its group writes rows of the next group too; those are written again
     by the next group's own tiles, which come later.
     """
-    contract = 1 if transpose else 0
-    width = w_EKN.shape[1] if transpose else w_EKN.shape[2]
-    y = jnp.zeros((x_MK.shape[0], width), x_MK.dtype)
+    y = jnp.zeros((x_MK.shape[0], w_EKN.shape[2]), x_MK.dtype)
 
     def body(i, y):
         start = plan.start_of_tile[i]
         x = lax.dynamic_slice_in_dim(x_MK, start, tile, 0)
         w = lax.dynamic_index_in_dim(w_EKN, plan.group_of_tile[i], 0, keepdims=False)
-        out = lax.dot_general(
-            x,
-            w,
-            (((1,), (contract,)), ((), ())),
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        return lax.dynamic_update_slice_in_dim(y, out.astype(y.dtype), start, 0)
+        return lax.dynamic_update_slice_in_dim(y, product(x, w).astype(y.dtype), start, 0)
 
     return lax.fori_loop(0, plan.n_tiles, body, y)
 

@@ -1,0 +1,133 @@
+"""The head region: log-probabilities, logits and the most likely tokens, from one arithmetic.
+
+    logprob(t) = logit_t - (m + log sum_v exp(logit_v - m)),   m = max_v logit_v
+
+The vocabulary is read in blocks, ascending; the maximum and the sum are carried from block to
+block, so that tokens x vocabulary is never held unless the logits themselves are asked for.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from glm_jax.model import GlmModel
+from glm_jax.numerics.arithmetic import Arithmetic
+
+LANES = 16
+"""Columns that carry the old maximum beside a block: a full vector of every CPU."""
+
+
+class Scores(NamedTuple):
+    """What the head says of each row."""
+
+    target_T: Float[Array, "T"]
+    """Log-probability of the row's target."""
+    lse_T: Float[Array, "T"]
+    """log sum exp of the row's logits; logits minus it are the log-probabilities."""
+    top_logprobs_Tn: Float[Array, "T n"]
+    """Largest log-probabilities, descending; ties to the lower id."""
+    top_ids_Tn: Int[Array, "T n"]
+    logits_TV: Float[Array, "T V"] | None
+    """All logits, if asked for."""
+
+
+class _Carry(NamedTuple):
+    peak_R: Array
+    total_Rw: Array
+    """Equal columns, for full vectors in the final log."""
+    target_R: Array
+    top_Rn: Array
+    ids_Rn: Array
+    logits_RV: Array | None
+
+
+def score(
+    model: GlmModel,
+    ops: Arithmetic,
+    hidden_TD: Float[Array, "T D"],
+    targets_T: Int[Array, "T"],
+    n_used: Int[Array, ""],
+    *,
+    top: int = 0,
+    logits: bool = False,
+) -> Scores:
+    """Scores the first `n_used` rows.
+
+    Args:
+        model: its head is used.
+        ops: the arithmetic of the forward that made `hidden`.
+        hidden_TD: after the final norm.
+        targets_T: token ids whose log-probability is wanted.
+        n_used: rows that matter.
+        top: how many of the most likely tokens to return.
+        logits: also return all logits (for sampling: a few rows only).
+    """
+
+    def region(hidden_RD, target_R):
+        return _score_rows(model, ops, hidden_RD, target_R, top, logits)
+
+    return ops.rows(region, n_used, hidden_TD, targets_T)
+
+
+def _score_rows(model, ops, hidden_RD, target_R, top, logits) -> Scores:
+    n_rows, width = hidden_RD.shape[0], model.cfg.vocab_size
+    block = min(ops.contract.vocab_block, width)
+    w_DV = model.lm_head[...]
+    ones_then_pick = _summing(block, ops.contract.sum_width)
+
+    def body(j, carry: _Carry) -> _Carry:
+        start = jnp.minimum(j * block, width - block)
+        w_DB = lax.dynamic_slice_in_dim(w_DV, start, block, 1)
+        id_B = start + jnp.arange(block, dtype=jnp.int32)
+        raw_RB = ops.product(hidden_RD, w_DB)
+        # The last block may reach back into the one before: each column counts once.
+        logit_RB = jnp.where((id_B >= j * block)[None, :], raw_RB, -jnp.inf)
+        peak_R = jnp.maximum(carry.peak_R, jnp.max(logit_RB, axis=1))
+        # The old sum's factor stands as one more column beside the block, so that its exp is taken
+        # in the same full vectors; a product reads it out again.
+        old_Rw = jnp.broadcast_to(carry.peak_R[:, None], (n_rows, LANES))
+        weight = jnp.exp(jnp.concatenate([logit_RB, old_Rw], axis=1) - peak_R[:, None])
+        part_Rw = ops.weighted_sums(weight, ones_then_pick[0])
+        factor_Rw = ops.weighted_sums(weight, ones_then_pick[1])
+        total_Rw = carry.total_Rw * factor_Rw + part_Rw
+        mine_RB = id_B[None, :] == target_R[:, None]
+        target = jnp.max(jnp.where(mine_RB, logit_RB, -jnp.inf), axis=1)
+        top_Rn, ids_Rn = carry.top_Rn, carry.ids_Rn
+        if top:
+            # Earlier blocks come first, so `top_k` prefers the lower id among equals.
+            pool_Rm = jnp.concatenate([top_Rn, logit_RB], axis=1)
+            pool_ids = jnp.broadcast_to(id_B[None, :], (n_rows, block))
+            top_Rn, pick_Rn = lax.top_k(pool_Rm, top)
+            ids_Rn = jnp.take_along_axis(
+                jnp.concatenate([ids_Rn, pool_ids], axis=1), pick_Rn, axis=1
+            )
+        all_RV = carry.logits_RV
+        if all_RV is not None:
+            all_RV = lax.dynamic_update_slice_in_dim(all_RV, raw_RB, start, 1)
+        target_logit_R = jnp.maximum(carry.target_R, target)
+        return _Carry(peak_R, total_Rw, target_logit_R, top_Rn, ids_Rn, all_RV)
+
+    low_R = jnp.full(n_rows, -jnp.inf, jnp.float32)
+    start = _Carry(
+        jnp.full(n_rows, jnp.finfo(jnp.float32).min, jnp.float32),
+        jnp.zeros((n_rows, ops.contract.sum_width), jnp.float32),
+        low_R,
+        jnp.full((n_rows, top), -jnp.inf, jnp.float32),
+        jnp.zeros((n_rows, top), jnp.int32),
+        jnp.zeros((n_rows, width), jnp.float32) if logits else None,
+    )
+    end = lax.fori_loop(0, -(-width // block), body, start)
+    lse_R = end.peak_R + jnp.log(end.total_Rw)[:, 0]
+    return Scores(
+        end.target_R - lse_R, lse_R, end.top_Rn - lse_R[:, None], end.ids_Rn, end.logits_RV
+    )
+
+
+def _summing(block: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights that sum the first `block` entries, and weights that pick the one after them."""
+    ones, pick = np.zeros((2, block + LANES, width))
+    ones[:block], pick[block] = 1.0, 1.0
+    return ones, pick

@@ -1,0 +1,181 @@
+"""The two arithmetics: products, and how a region runs over the rows of a batch."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from glm_jax.numerics.contract import NumericsContract
+from glm_jax.numerics.trees import tree_sum
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """Products and row regions under a contract. Static: it is part of a program's identity.
+
+    A *region* is a pure function of some rows. Under a pinned contract it is the body of a loop of
+    fixed shape with a traced trip count, so that XLA compiles one body whatever the batch is; under
+    a native one it is applied to all rows at once.
+    """
+
+    contract: NumericsContract
+
+    def matmul(self, x: Array, w: Array, *, out: DTypeLike | None = None) -> Array:
+        """Contracts all axes of `x` but the first with the leading axes of `w`.
+
+        `x [R, *K] x w [*K, *N] -> [R, *N]`, f32 accumulation, one rounding to `out` (default: the
+        dtype of `x`).
+
+        Raises:
+            TypeError: the dtypes differ; nothing is promoted silently.
+        """
+        if x.dtype != w.dtype:
+            raise TypeError(f"matmul: operands are {x.dtype} and {w.dtype}; cast one of them")
+        n_contracted = x.ndim - 1
+        tail = w.shape[n_contracted:]
+        x_RK, w_KN = x.reshape(x.shape[0], -1), w.reshape(-1, math.prod(tail))
+        y_RN = self.product(x_RK, w_KN)
+        return y_RN.astype(out or x.dtype).reshape(x.shape[0], *tail)
+
+    def product(self, x_RK: Array, w_KN: Array) -> Float[Array, "R N"]:
+        """`x @ w` in f32, not yet rounded."""
+        if not self.contract.pinned:
+            return dot(x_RK, w_KN)
+        return pinned_matmul(x_RK, w_KN, self.contract)
+
+    def row_sum(self, x_RK: Float[Array, "R K"]) -> Float[Array, "R W"]:
+        """Sum of each row in f32, repeated over W equal columns.
+
+        Pinned: a product with ones. A reduction's order is the compiler's choice and was seen to
+        change with the number of rows; a product's was not. The repeated columns keep vectors full:
+        XLA's exp and log round differently in a vector's tail.
+        """
+        if not self.contract.pinned:
+            return jnp.sum(x_RK, axis=1, keepdims=True)
+        return self.weighted_sums(x_RK, np.ones((x_RK.shape[1], self.contract.sum_width)))
+
+    def weighted_sums(self, x_RK: Float[Array, "R K"], weights_KW: np.ndarray) -> Array:
+        """`x @ weights` in f32 for constant weights of `sum_width` columns, `[R, sum_width]`.
+
+        K is padded with zeros to a multiple of `sum_pad`: below that the product of so few columns
+        was seen to change with the number of rows.
+        """
+        pad = -x_RK.shape[1] % self.contract.sum_pad
+        weights = np.pad(weights_KW.astype(np.float32), ((0, pad), (0, 0)))
+        return dot(jnp.pad(x_RK, ((0, 0), (0, pad))), jnp.asarray(weights))
+
+    def matmul_by_head(self, x_RNI: Float[Array, "R N I"], w_NIO: Float[Array, "N I O"]) -> Array:
+        """`x[:, n] @ w[n]` for every head, `[R, N, O]`.
+
+        Heads are moved to the front first: with the batch axis in the middle XLA's CPU backend
+        falls back to a scalar loop in f32 and has no product at all in bf16.
+        """
+        if x_RNI.dtype != w_NIO.dtype:
+            raise TypeError(f"matmul_by_head: operands are {x_RNI.dtype} and {w_NIO.dtype}")
+        width = w_NIO.shape[-1]
+        if self.contract.pinned:
+            pad = -width % self.contract.column_pad
+            w_NIO = jnp.pad(w_NIO, ((0, 0), (0, 0), (0, pad)))
+        y_NRO = jnp.einsum(
+            "nri,nio->nro",
+            jnp.swapaxes(x_RNI, 0, 1),
+            w_NIO,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        return jnp.swapaxes(y_NRO[..., :width].astype(x_RNI.dtype), 0, 1)
+
+    def row_tile(self, n_rows: int) -> int:
+        """Rows a region processes at once, for a batch of `n_rows`."""
+        return _largest(self.contract.row_tiles, n_rows)
+
+    def bucket(self, n_rows: int) -> int:
+        """Rows that a batch of `n_rows` is padded to: whole tiles, or nothing in native mode."""
+        if not self.contract.pinned:
+            return n_rows
+        tile = self.row_tile(n_rows)
+        return -(-n_rows // tile) * tile
+
+    def expert_tile(self, rows_an_expert: int) -> int:
+        """Rows of one expert processed at once, for an average of `rows_an_expert`."""
+        return _largest(self.contract.expert_tiles, rows_an_expert)
+
+    def rows(self, region: Callable[..., Any], n_rows: Int[Array, ""], *args: Any) -> Any:
+        """Applies a region to the first `n_rows` rows of `args`; further rows give zeros.
+
+        Args:
+            region: maps pytrees of `[R, ...]` arrays to a pytree of `[R, ...]` arrays, row by row.
+            n_rows: number of rows that matter (traced).
+            *args: pytrees of `[T, ...]` arrays, T a multiple of the row tile.
+        """
+        if not self.contract.pinned:
+            return region(*args)
+        total = jax.tree.leaves(args)[0].shape[0]
+        tile = self.row_tile(total)
+
+        def part(i):
+            return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * tile, tile, 0), args)
+
+        def body(i, out):
+            new = region(*part(i))
+            return jax.tree.map(
+                lambda o, n: lax.dynamic_update_slice_in_dim(o, n, i * tile, 0), out, new
+            )
+
+        shapes = jax.eval_shape(lambda: region(*part(0)))
+        empty = jax.tree.map(lambda s: jnp.zeros((total, *s.shape[1:]), s.dtype), shapes)
+        return lax.fori_loop(0, (n_rows + tile - 1) // tile, body, empty)
+
+
+def native() -> Arithmetic:
+    """Stock XLA arithmetic on this machine's default device."""
+    return Arithmetic(NumericsContract(mode="native"))
+
+
+def dot(x_RK: Array, w_KN: Array) -> Float[Array, "R N"]:
+    """One product with f32 accumulation, not yet rounded."""
+    # "highest": the default would be bf16 passes on TPU and TF32 on GPU for f32 operands.
+    return jnp.matmul(
+        x_RK, w_KN, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def batched_dot(spec: str, a: Array, b: Array) -> Array:
+    """Einsum with f32 accumulation, not yet rounded, for products that are per row or per group."""
+    return jnp.einsum(
+        spec, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def pinned_matmul(x_RK: Array, w_KN: Array, contract: NumericsContract) -> Float[Array, "R N"]:
+    """A product whose bits do not depend on the number of rows.
+
+    K is cut in leaves that a tree adds. N is padded to a multiple of `column_pad`, and in f32 cut
+    in blocks: for these widths the CPU's product gives the same bits for every tile of rows
+    (measured: docs/numerics.md).
+    """
+    n_inner, width = w_KN.shape
+    step = contract.column_block if x_RK.dtype == jnp.float32 else width
+    leaves = []
+    for k in range(0, n_inner, contract.k_leaf):
+        x, w = x_RK[:, k : k + contract.k_leaf], w_KN[k : k + contract.k_leaf]
+        blocks = []
+        for n in range(0, width, step):
+            block = w[:, n : n + step]
+            n_columns, pad = block.shape[1], -block.shape[1] % contract.column_pad
+            wide = dot(x, jnp.pad(block, ((0, 0), (0, pad))) if pad else block)
+            blocks.append(wide[:, :n_columns] if pad else wide)
+        leaves.append(jnp.concatenate(blocks, axis=1) if len(blocks) > 1 else blocks[0])
+    return tree_sum(leaves)
+
+
+def _largest(tiles: tuple[int, ...], n_rows: int) -> int:
+    """The largest tile not above `n_rows`; the smallest if all are."""
+    return max((tile for tile in tiles if tile <= n_rows), default=tiles[0])
