@@ -96,7 +96,7 @@ def make_context(
 def token_logprobs(
     model: GlmModel, hidden_TD: Float[Array, "T D"], targets_T: Int[Array, "T"]
 ) -> Float[Array, "T"]:
-    """log p(target) of each row, f32."""
+    """Log p(target) of each row, f32."""
     logits_TV = model.logits(hidden_TD)
     chosen_T1 = jnp.take_along_axis(logits_TV, targets_T[:, None], axis=1)
     return chosen_T1[:, 0] - jax.nn.logsumexp(logits_TV, axis=-1)
