@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glm_jax.model import GlmModel
-from glm_jax.numerics.arithmetic import Arithmetic
+from glm_jax.numerics.arithmetic import Arithmetic, native
 
 LANES = 16
 """Columns that carry the old maximum beside a block: a full vector of every CPU."""
@@ -72,6 +72,17 @@ def score(
     return ops.rows(region, n_used, hidden_TD, targets_T)
 
 
+def token_logprobs(
+    model: GlmModel,
+    hidden_TD: Float[Array, "T D"],
+    targets_T: Int[Array, "T"],
+    ops: Arithmetic | None = None,
+) -> Float[Array, "T"]:
+    """Log p(target) of every row, f32; in native arithmetic unless told otherwise."""
+    n_used = jnp.asarray(hidden_TD.shape[0], jnp.int32)
+    return score(model, ops or native(), hidden_TD, targets_T, n_used).target_T
+
+
 def _score_rows(model, ops, hidden_RD, target_R, top, logits) -> Scores:
     n_rows, width = hidden_RD.shape[0], model.cfg.vocab_size
     block = min(ops.contract.vocab_block, width)
@@ -85,7 +96,7 @@ def _score_rows(model, ops, hidden_RD, target_R, top, logits) -> Scores:
         raw_RB = ops.product(hidden_RD, w_DB)
         # The last block may reach back into the one before: each column counts once.
         logit_RB = jnp.where((id_B >= j * block)[None, :], raw_RB, -jnp.inf)
-        peak_R = jnp.maximum(carry.peak_R, jnp.max(logit_RB, axis=1))
+        peak_R = lax.stop_gradient(jnp.maximum(carry.peak_R, jnp.max(logit_RB, axis=1)))
         # The old sum's factor stands as one more column beside the block, so that its exp is taken
         # in the same full vectors; a product reads it out again.
         old_Rw = jnp.broadcast_to(carry.peak_R[:, None], (n_rows, LANES))

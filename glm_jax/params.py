@@ -81,7 +81,7 @@ def materialise[M: nnx.Module](
         seed: any non-negative integer.
         sharding: called as `sharding(path, variable)`; default: the default device.
     """
-    graphdef, state = nnx.split(model)
+    graphdef, state = nnx.split(nnx.clone(model))
     for path, variable in leaves(state):
         stream = np.random.Philox(key=[seed, zlib.crc32(path.encode())])
         drawn = variable.initialiser.draw(np.random.Generator(stream), variable.shape)

@@ -1,0 +1,1 @@
+"""Speed measurements: one room for the clock, one for each thing measured."""

@@ -1,0 +1,85 @@
+"""Token batches: the rectangle that sequences become, and each refusal."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm_jax.batch import TokenBatch
+from glm_jax.cache import causal_view
+from glm_jax.errors import GlmError
+from glm_jax.presets import preset
+
+CFG = preset("tiny").with_overrides(max_position_embeddings=10)
+
+
+def test_sequences_are_padded_on_the_right():
+    batch = TokenBatch.from_sequences(CFG, [[5, 6, 7], [8]])
+    assert batch.ids_T.reshape(2, 3).tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch.valid_T.reshape(2, 3).tolist() == [[True] * 3, [True, False, False]]
+    assert batch.positions_T.reshape(2, 3).tolist() == [[0, 1, 2]] * 2
+    assert batch.slots_G.tolist() == [0, 1]
+    assert (batch.rows, batch.n_tokens, batch.n_groups) == (3, 6, 2)
+
+
+def test_rows_and_start():
+    batch = TokenBatch.from_sequences(CFG, [[5, 6], [8]], start=[0, 7], rows=4)
+    assert batch.positions_T.reshape(2, 4).tolist() == [[0, 1, 2, 3], [7, 8, 9, 10]]
+    assert batch.valid_T.reshape(2, 4).sum(axis=1).tolist() == [2, 1]
+
+
+def test_arrays_and_lists_are_the_same():
+    ids = np.arange(6).reshape(2, 3)
+    from_array, from_lists = (TokenBatch.from_sequences(CFG, x) for x in (ids, ids.tolist()))
+    np.testing.assert_array_equal(from_array.ids_T, from_lists.ids_T)
+
+
+def test_the_last_position_and_the_last_id_fit():
+    TokenBatch.from_sequences(CFG, [[CFG.vocab_size - 1] * 10])
+    TokenBatch.from_sequences(CFG, [[0]], start=[9])
+
+
+@pytest.mark.parametrize(
+    ("sequences", "options", "text"),
+    [
+        ([], {}, "sequences: the batch is empty; give at least one sequence"),
+        (np.zeros((0, 4), int), {}, "sequences: the batch is empty; give at least one sequence"),
+        ([[1], []], {}, r"sequences\[1\]: shape \(0,\); need a non-empty flat list of token ids"),
+        ([[[1, 2]]], {}, r"sequences\[0\]: shape \(1, 2\); need a non-empty flat list"),
+        ([7], {}, r"sequences\[0\]: shape \(\); need a non-empty flat list"),
+        ([[1.0, 2.0]], {}, r"sequences\[0\]: dtype float64; token ids are integers"),
+        ([["a"]], {}, r"sequences\[0\]: dtype <U1; token ids are integers"),
+        ([[True]], {}, r"sequences\[0\]: dtype bool; token ids are integers"),
+        ([[1], [2, 160]], {}, r"sequences\[1\]\[1\]: token id 160 .*\(0 to 159\); check the tok"),
+        ([[3, -1]], {}, r"sequences\[0\]\[1\]: token id -1 is outside the vocabulary"),
+        ([[1] * 11], {}, r"sequences\[0\]: positions 0 to 10 do not fit .* = 10; shorten"),
+        ([[1, 2]], {"start": [9]}, r"sequences\[0\]: positions 9 to 10 do not fit"),
+        ([[1, 2]], {"start": [-1]}, r"sequences\[0\]: positions -1 to 0 do not fit"),
+        ([[1, 2]], {"start": [0, 0]}, "start: 2 positions for 1 sequences"),
+        ([[1, 2, 3]], {"rows": 2}, r"rows: 2 is shorter than the longest sequence \(3 tokens\)"),
+    ],
+)
+def test_refusals_name_field_value_and_remedy(sequences, options, text):
+    with pytest.raises(GlmError, match=text):
+        TokenBatch.from_sequences(CFG, sequences, **options)
+
+
+def test_a_row_sees_its_own_sequence_up_to_itself_and_padding_sees_nothing():
+    causal_GRS = causal_view(TokenBatch.from_sequences(CFG, [[1, 2, 3], [4]]), None).causal_GRS
+    assert causal_GRS.astype(int).tolist() == [
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]],
+        [[1, 0, 0], [0, 0, 0], [0, 0, 0]],
+    ]
+
+
+def test_a_row_sees_all_cached_positions_up_to_its_own():
+    batch = TokenBatch.from_sequences(CFG, [[1], [2]], start=[2, 0])
+    assert causal_view(batch, 4).causal_GRS.astype(int).tolist() == [[[1, 1, 1, 0]], [[1, 0, 0, 0]]]
+
+
+def test_an_invalid_token_is_seen_by_nobody_wherever_it_stands():
+    batch = TokenBatch.from_sequences(CFG, [[1, 2, 3]])
+    hole = dataclasses.replace(batch, valid_T=jnp.asarray([False, True, True]))
+    causal_GRS = causal_view(hole, None).causal_GRS
+    assert causal_GRS.astype(int).tolist() == [[[0, 0, 0], [0, 1, 0], [0, 1, 1]]]

@@ -1,0 +1,168 @@
+"""The layers: shared selection, routing, dtypes, initialisation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from glm_jax.cache import LatentCache
+from glm_jax.forward import forward
+from glm_jax.model import GlmModel
+from glm_jax.model.moe import Moe
+from glm_jax.params import leaves, materialise
+from tests.glm_jax.models import SMALL, batch_of, ids, model_of, run
+
+E, k, D = SMALL.n_routed_experts, SMALL.num_experts_per_tok, SMALL.hidden_size
+apply_moe = jax.jit(lambda moe, x_RD: moe(x_RD))
+
+
+def moe(**values) -> Moe:
+    """The same drawn layer every time, with some parameters replaced, or fields of its config."""
+    params = {name: values.pop(name) for name in ("router", "router_bias") if name in values}
+    out = materialise(Moe(SMALL.with_overrides(**values)), 0)
+    for name, value in params.items():
+        getattr(out, name).set_value(jnp.asarray(value, jnp.float32))
+    return out
+
+
+@pytest.fixture
+def x_RD(rng):
+    return jnp.asarray(rng.standard_normal((9, D)), jnp.float32)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-np.asarray(x, np.float64)))
+
+
+def test_shared_layers_use_the_selection_of_the_last_full_layer():
+    taps = run(model_of(SMALL), batch_of(ids(2, 12))).taps
+    selected = [np.asarray(taps[f"layer{i}"]["selected"]) for i in range(SMALL.num_hidden_layers)]
+    source = 0
+    for i, kind in enumerate(SMALL.indexer_types):
+        if kind == "full":
+            source = i
+        np.testing.assert_array_equal(selected[i], selected[source])
+        assert ("idx_scores" in taps[f"layer{i}"]) == (kind == "full")
+    assert (selected[0] != selected[1]).any() and (selected[1] != selected[3]).any()
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_row_attends_all_keys_up_to_top_k_and_top_k_beyond(gathered):
+    selected = run(model_of(SMALL), batch_of(ids(2, 12)), gathered=gathered).taps["layer3"][
+        "selected"
+    ]
+    count_GR = np.sum(np.asarray(selected) < 12 if gathered else np.asarray(selected), axis=-1)
+    np.testing.assert_array_equal(
+        count_GR, np.minimum(np.arange(1, 13), SMALL.index_topk)[None] * [[1], [1]]
+    )
+
+
+def test_router_ties_go_to_the_lowest_experts(x_RD):
+    _, routes = apply_moe(moe(router=np.zeros((D, E))), x_RD)
+    np.testing.assert_array_equal(routes.ids_Rk, np.tile(np.arange(k), (9, 1)))
+    bias = np.where(np.arange(E) == 5, 1.0, 0.0)  # one ahead, the rest tied
+    _, routes = apply_moe(moe(router=np.zeros((D, E)), router_bias=bias), x_RD)
+    np.testing.assert_array_equal(routes.ids_Rk, np.tile([0, 1, 5], (9, 1)))
+
+
+def test_router_bias_selects_but_does_not_weigh(x_RD):
+    bias = np.where(np.isin(np.arange(E), [1, 4, 6]), 30.0, 0.0)
+    _, plain = apply_moe(moe(), x_RD)
+    _, routes = apply_moe(moe(router_bias=bias), x_RD)
+    np.testing.assert_array_equal(routes.logits_RE, plain.logits_RE)
+    np.testing.assert_array_equal(routes.ids_Rk, np.tile([1, 4, 6], (9, 1)))
+    score_RE = sigmoid(routes.logits_RE)
+    weight_Rk = score_RE[:, [1, 4, 6]]
+    weight_Rk = SMALL.routed_scaling_factor * weight_Rk / weight_Rk.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(routes.gates_Rk, weight_Rk, rtol=1e-6)
+
+
+def test_an_offset_of_all_biases_changes_no_route(x_RD):
+    _, plain = apply_moe(moe(), x_RD)
+    _, offset = apply_moe(moe(router_bias=np.full(E, 8.0)), x_RD)
+    np.testing.assert_array_equal(plain.ids_Rk, offset.ids_Rk)
+    np.testing.assert_array_equal(plain.gates_Rk, offset.gates_Rk)
+
+
+def test_no_gradient_reaches_the_router_bias_but_one_reaches_the_router(x_RD):
+    layer = moe()
+    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def loss(params):
+        return jnp.sum(nnx.merge(graphdef, params, rest)(x_RD)[0] ** 2)
+
+    gradients = dict(leaves(jax.jit(jax.grad(loss))(params)))
+    assert "router_bias" not in gradients
+    assert np.abs(np.asarray(gradients["router"][...])).max() > 0
+
+
+def test_scale_multiplies_the_routed_part_only(x_RD):
+    once, twice = moe(routed_scaling_factor=2.5), moe(routed_scaling_factor=5.0)
+    shared_RD = once.shared(x_RD)
+    one_RD, two_RD = apply_moe(once, x_RD)[0], apply_moe(twice, x_RD)[0]
+    np.testing.assert_allclose(two_RD - shared_RD, 2 * (one_RD - shared_RD), atol=1e-5)
+    assert np.abs(one_RD - shared_RD).max() > 0.01
+
+
+def test_experts_are_combined_as_the_formula_says(x_RD):
+    layer = moe()
+    y_RD, routes = apply_moe(layer, x_RD)
+    x, gate_up, down = (
+        np.asarray(a, np.float64) for a in (x_RD, layer.gate_up[...], layer.down[...])
+    )
+
+    def swiglu(x_D, gate_up_D2F, down_FD):
+        gate_F, up_F = np.einsum("d,dgf->gf", x_D, gate_up_D2F)
+        return gate_F * sigmoid(gate_F) * up_F @ down_FD
+
+    shared = [np.asarray(a[...], np.float64) for a in (layer.shared.gate_up, layer.shared.down)]
+    for r, (chosen_k, gate_k) in enumerate(zip(routes.ids_Rk, routes.gates_Rk, strict=True)):
+        parts = [
+            float(g) * swiglu(x[r], gate_up[e], down[e])
+            for e, g in zip(chosen_k, gate_k, strict=True)
+        ]
+        np.testing.assert_allclose(y_RD[r], sum(parts) + swiglu(x[r], *shared), atol=1e-5)
+
+
+def test_bf16_keeps_its_dtype_and_the_router_stays_f32():
+    cfg = SMALL.with_overrides(dtype="bfloat16")
+    cache = LatentCache.empty(cfg, 1, 8)
+    assert {x.dtype.name for x in cache} == {"bfloat16"}
+    out = run(model_of(cfg), batch_of(ids(2, 12)))
+    assert out.hidden_TD.dtype == jnp.bfloat16
+    assert out.logits_TV.dtype == jnp.float32
+    layer = out.taps["layer1"]
+    f32 = {name for name, value in layer.items() if value.dtype == jnp.float32}
+    assert f32 == {"router_logits", "router_weights", "idx_scores"}
+    assert np.isfinite(np.asarray(out.logits_TV)).all()
+    # Rounding flips choices between near-equal keys and experts: compare rows where it did not.
+    wide, narrow = run(model_of(SMALL), batch_of(ids(2, 12))).taps["layer0"], out.taps["layer0"]
+    same_T = np.all(np.asarray(wide["selected"]) == narrow["selected"], axis=-1).reshape(-1)
+    assert np.sum(same_T) > 12
+    difference_TD = np.abs(np.asarray(wide["out"]) - np.asarray(narrow["out"], np.float32))
+    assert 0 < difference_TD[same_T].max() < 0.03 * np.abs(np.asarray(wide["out"])).max()
+
+
+@pytest.mark.parametrize("path", ["embed", "lm_head", "segments.1.blocks.0.attention.q_b"])
+def test_a_parameter_of_another_dtype_is_an_error(path):
+    graphdef, state = nnx.split(GlmModel.abstract(SMALL))
+    for name, variable in leaves(state):
+        dtype = "bfloat16" if name == path else variable.dtype
+        variable.set_value(jax.ShapeDtypeStruct(variable.shape, dtype))
+    model = nnx.merge(graphdef, state)
+
+    def logits(model, batch):
+        return model.logits(forward(model, batch).hidden_TD)
+
+    with pytest.raises(TypeError, match=r"bfloat16.*cast one of them"):
+        jax.eval_shape(logits, model, batch_of(ids(1, 4)))
+
+
+def test_initial_weights_have_the_configured_width():
+    for path, variable in leaves(model_of(SMALL)):
+        values = np.asarray(variable[...])
+        if path.endswith("norm") or path.endswith("norm_bias") or path.endswith("router_bias"):
+            assert (values == (0.0 if path.endswith("bias") else 1.0)).all(), path
+        else:
+            assert 0.7 < values.std() / SMALL.initializer_range < 1.3, path

@@ -1,0 +1,141 @@
+"""Selection equals a full sort by (score descending, index ascending), whatever the scores."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.top_k_select import mask_to_ids, order_key, select_mask
+from pallas_kernels.top_k_select.reference import select_ids_reference
+
+INF, NAN = np.inf, np.nan
+S = 37
+"""Not a power of two: the bisection of indices runs past the end."""
+SMALLEST = np.float32(1e-45)
+"""The smallest denormal: a backend that flushes denormals takes it for 0."""
+
+
+def plateau(rng: np.random.Generator) -> np.ndarray:
+    """As a ReLU and signed head weights make it: mostly +0 and -0, a few scores on either side."""
+    zeros = rng.choice(np.asarray([0.0, -0.0]), size=(8, S))
+    return np.where(rng.random((8, S)) < 0.8, zeros, rng.standard_normal((8, S)))
+
+
+def extremes(rng: np.random.Generator) -> np.ndarray:
+    values = np.asarray([NAN, -NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 3.4e38, -3.4e38])
+    return rng.choice(values, size=(8, S))
+
+
+SCORES = {
+    "distinct": lambda rng: rng.permuted(np.tile(np.arange(S) - 18.5, (8, 1)), axis=1),
+    "random": lambda rng: rng.standard_normal((8, S)),
+    "all equal": lambda rng: np.full((8, S), 2.5),
+    "all -inf": lambda rng: np.full((8, S), -INF),
+    "all NaN": lambda rng: np.full((8, S), NAN),
+    "plateau of zeros": plateau,
+    "few values": lambda rng: rng.integers(-2, 3, size=(8, S)),
+    "extremes": extremes,
+    "causal": lambda rng: np.where(
+        np.arange(S)[None] <= np.arange(8)[:, None] * 5, rng.standard_normal((8, S)), -INF
+    ),
+    "tied rows among distinct ones": lambda rng: np.where(
+        np.arange(8)[:, None] % 2 == 0, 1.0, rng.standard_normal((8, S))
+    ),
+}
+
+
+@jax.jit
+def select_12(scores_TS):
+    return mask_to_ids(select_mask(scores_TS, 12), 12)
+
+
+def select(scores_TS: np.ndarray, k: int) -> np.ndarray:
+    mask_TS = select_mask(jnp.asarray(scores_TS), k)
+    return np.asarray(mask_to_ids(mask_TS, min(k, scores_TS.shape[1])))
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_selection_is_that_of_a_full_sort_with_and_without_jit(name, rng):
+    scores_TS = SCORES[name](rng).astype(np.float32)
+    expected = select_ids_reference(scores_TS, 12)
+    np.testing.assert_array_equal(select_12(scores_TS), expected)
+    np.testing.assert_array_equal(select(scores_TS, 12), expected)
+
+
+@pytest.mark.parametrize("name", ["random", "plateau of zeros", "extremes"])
+@pytest.mark.parametrize("k", [1, 2, S - 1, S, S + 1, 4 * S])
+def test_every_k_from_one_to_beyond_the_keys(name, k, rng):
+    scores_TS = SCORES[name](rng).astype(np.float32)
+    np.testing.assert_array_equal(select(scores_TS, k), select_ids_reference(scores_TS, k))
+
+
+def test_ties_go_to_the_lowest_index():
+    scores_TS = np.zeros((1, S), np.float32)
+    scores_TS[0, [5, 30]] = 1.0
+    scores_TS[0, 1] = -0.0
+    assert select(scores_TS, 5)[0].tolist() == [0, 1, 2, 5, 30]
+
+
+def test_plus_and_minus_zero_are_one_value():
+    assert order_key(jnp.asarray(-0.0)) == order_key(jnp.asarray(0.0))
+    assert jax.jit(order_key)(jnp.asarray(-0.0)) == order_key(jnp.asarray(0.0))
+
+
+def test_denormals_count_as_zero_or_by_value_but_the_same_for_both_signs():
+    # CPUs and accelerators differ in whether they flush them; no score is ever one on purpose.
+    keys = np.asarray(order_key(jnp.asarray([-1.0, -SMALLEST, 0.0, SMALLEST, 1.0], jnp.float32)))
+    assert (keys[:-1] <= keys[1:]).all()
+    assert keys[0] < keys[1] and keys[3] < keys[4]
+    assert (keys[1] < keys[2]) == (keys[2] < keys[3])
+
+
+def test_order_of_keys_is_order_of_scores():
+    scores = np.asarray([NAN, -INF, -3e38, -1.0, -1e-30, 0.0, 1e-30, 1.0, 3e38, INF], np.float32)
+    keys = np.asarray(order_key(jnp.asarray(scores)))
+    assert keys[0] == keys[1]
+    assert (keys[1:-1] < keys[2:]).all()
+
+
+def test_agrees_with_lax_top_k_on_distinct_values(rng):
+    scores_TS = SCORES["distinct"](rng).astype(np.float32)
+    _, ids_Tk = jax.lax.top_k(scores_TS, 12)
+    np.testing.assert_array_equal(select_12(scores_TS), np.sort(ids_Tk, axis=1))
+
+
+@pytest.mark.parametrize("n_rows", [0, 1])
+def test_no_row_and_one_row(n_rows, rng):
+    scores_TS = rng.standard_normal((n_rows, S)).astype(np.float32)
+    np.testing.assert_array_equal(select(scores_TS, 5), select_ids_reference(scores_TS, 5))
+    assert select(scores_TS, 5).shape == (n_rows, 5)
+
+
+@pytest.mark.parametrize("others", ["distinct", "all equal", "extremes"])
+@pytest.mark.parametrize("name", ["random", "plateau of zeros", "causal"])
+def test_a_row_is_selected_alike_alone_and_at_any_place_among_others(name, others, rng):
+    row_1S = SCORES[name](rng).astype(np.float32)[1:2]
+    alone = np.asarray(select_12(row_1S))
+    for place in (0, 3, 7):
+        scores_TS = SCORES[others](rng).astype(np.float32)
+        scores_TS[place] = row_1S[0]
+        np.testing.assert_array_equal(np.asarray(select_12(scores_TS))[place], alone[0])
+
+
+def test_exactly_k_entries_are_marked(rng):
+    for make in SCORES.values():
+        mask_TS = select_mask(jnp.asarray(make(rng).astype(np.float32)), 12)
+        assert (np.sum(mask_TS, axis=1) == 12).all()
+
+
+def test_ids_are_ascending_and_padded_with_the_number_of_keys():
+    mask_TS = np.zeros((3, 9), bool)
+    mask_TS[0, [7, 2, 4]] = True
+    mask_TS[2] = True
+    ids_Tk = np.asarray(mask_to_ids(jnp.asarray(mask_TS), 4))
+    assert ids_Tk.tolist() == [[2, 4, 7, 9], [9, 9, 9, 9], [0, 1, 2, 3]]
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="k: 0; at least one"):
+        select_mask(jnp.zeros((1, 3)), 0)
+    with pytest.raises(TypeError, match="dtype bfloat16; selection is defined on float32"):
+        select_mask(jnp.zeros((1, 3), jnp.bfloat16), 1)
