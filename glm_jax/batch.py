@@ -1,7 +1,9 @@
 """The one input of the forward: a flat list of tokens, grouped by the sequence they belong to."""
 
 import dataclasses
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,15 +85,18 @@ class TokenBatch:
             rows: tokens a run (default: the longest sequence).
 
         Raises:
-            GlmError: an empty batch or sequence, an id outside the vocabulary, or a position past
-                `max_position_embeddings`.
+            GlmError: an empty batch or sequence, an id outside the vocabulary, a position that is
+                no integer or does not fit `max_position_embeddings`, or too few `rows`.
         """
-        arrays = [np.asarray(sequence) for sequence in sequences]
-        start = [0] * len(arrays) if start is None else list(start)
+        arrays = [_flat_ids(i, sequence) for i, sequence in enumerate(sequences)]
+        start = [0] * len(arrays) if start is None else _integers("start", start)
         longest = _check_sequences(cfg, arrays, start)
-        rows = longest if rows is None else rows
+        rows = longest if rows is None else _integers("rows", [rows])[0]
         if rows < longest:
-            raise GlmError(f"rows: {rows} is shorter than the longest sequence ({longest} tokens)")
+            raise GlmError(
+                f"rows: {rows} is shorter than the longest sequence ({longest} tokens); give at "
+                f"least {longest}, or leave it out"
+            )
         n = len(arrays)
         ids_GR, valid_GR = np.zeros((n, rows), np.int32), np.zeros((n, rows), bool)
         for i, sequence in enumerate(arrays):
@@ -106,28 +111,54 @@ class TokenBatch:
         )
 
 
+def _flat_ids(i: int, sequence: Any) -> np.ndarray:
+    """The ids of one sequence, still to be checked against the vocabulary."""
+    need = "need a non-empty flat list of token ids"
+    try:
+        ids = np.asarray(sequence)
+    except ValueError as error:
+        raise GlmError(f"sequences[{i}]: is a ragged list of lists; {need}") from error
+    if ids.ndim != 1 or ids.size == 0:
+        raise GlmError(f"sequences[{i}]: shape {ids.shape}; {need}")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise GlmError(f"sequences[{i}]: dtype {ids.dtype}; token ids are integers; {need}")
+    return ids
+
+
+def _integers(name: str, values: Sequence[Any]) -> list[int]:
+    """The values as Python integers; a fraction is never cut off."""
+    out = []
+    for value in values:
+        try:
+            if isinstance(value, bool | np.bool_):
+                raise TypeError
+            out.append(operator.index(value))
+        except TypeError:
+            raise GlmError(f"{name}: {value!r} is no integer; give whole numbers") from None
+    return out
+
+
 def _check_sequences(cfg: GlmConfig, sequences: list[np.ndarray], start: list[int]) -> int:
     """Length of the longest sequence, after the checks that `from_sequences` promises."""
     if not sequences:
         raise GlmError("sequences: the batch is empty; give at least one sequence of token ids")
     if len(start) != len(sequences):
-        raise GlmError(f"start: {len(start)} positions for {len(sequences)} sequences")
+        raise GlmError(
+            f"start: {len(start)} positions for {len(sequences)} sequences; give one a sequence"
+        )
     for i, (sequence, first) in enumerate(zip(sequences, start, strict=True)):
-        if sequence.ndim != 1 or sequence.size == 0:
-            raise GlmError(
-                f"sequences[{i}]: shape {sequence.shape}; need a non-empty flat list of token ids"
-            )
-        if not np.issubdtype(sequence.dtype, np.integer):
-            raise GlmError(f"sequences[{i}]: dtype {sequence.dtype}; token ids are integers")
         bad = np.flatnonzero((sequence < 0) | (sequence >= cfg.vocab_size))
         if bad.size:
             raise GlmError(
                 f"sequences[{i}][{bad[0]}]: token id {sequence[bad[0]]} is outside the vocabulary "
                 f"(0 to {cfg.vocab_size - 1}); check the tokenizer"
             )
-        if first < 0 or first + len(sequence) > cfg.max_position_embeddings:
+        if first < 0:
+            raise GlmError(f"start[{i}]: {first} is negative; positions count from 0")
+        if first + len(sequence) > cfg.max_position_embeddings:
             raise GlmError(
                 f"sequences[{i}]: positions {first} to {first + len(sequence) - 1} do not fit "
                 f"max_position_embeddings = {cfg.max_position_embeddings}; shorten the sequence"
+                + (" or start it earlier" if first else "")
             )
     return max(map(len, sequences))

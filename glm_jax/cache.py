@@ -52,7 +52,8 @@ class LatentCache:
                 out pages. Default: every slot owns its pages, one after the other.
 
         Raises:
-            GlmError: `capacity` is not positive or exceeds `max_position_embeddings`.
+            GlmError: `capacity` is not positive or exceeds `max_position_embeddings`; no slot, no
+                page.
         """
         contract = contract or NumericsContract()
         if n_slots < 1 or not 1 <= capacity <= cfg.max_position_embeddings:
@@ -60,13 +61,15 @@ class LatentCache:
                 f"cache: {n_slots} slots of {capacity} tokens; need at least one slot and a "
                 f"capacity of 1 to max_position_embeddings = {cfg.max_position_embeddings}"
             )
+        if n_pages is not None and n_pages < 1:
+            raise GlmError(f"cache: {n_pages} pages; need at least one")
         size = contract.key_block
         a_slot = -(-capacity // size)
         if n_pages is None:
             table = np.arange(n_slots * a_slot, dtype=np.int32).reshape(n_slots, a_slot)
         else:
             table = np.full((n_slots, a_slot), -1, np.int32)
-        total = n_pages or n_slots * a_slot
+        total = n_slots * a_slot if n_pages is None else n_pages
         mtp = cfg.num_nextn_predict_layers
         n_full = cfg.indexer_types.count("full") + mtp
         cos, sin = rope_table(a_slot * size, cfg.qk_rope_head_dim, cfg.rope_theta)

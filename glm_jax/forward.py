@@ -1,5 +1,6 @@
 """The forward: one function for prompt reading, generation, scoring and training."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -119,6 +120,9 @@ def make_context(
 ) -> Context:
     """Rotation, masks and places in the cache for one forward of a batch of whole tiles."""
     cfg = model.cfg
+    # Loops over pages run up to the last position: padding must not lead them past the cache.
+    positions_T = jnp.where(batch.valid_T, batch.positions_T, 0)
+    batch = dataclasses.replace(batch, positions_T=positions_T)
     if cache is None:
         causal = causal_mask(batch, None)
         angles = rope_angles(batch.positions_T, cfg.qk_rope_head_dim, cfg.rope_theta)

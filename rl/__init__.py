@@ -1,0 +1,1 @@
+"""The `glm-jax` command; later the trainer, environments and recipes."""

@@ -1,0 +1,1 @@
+"""Inference engine and server. Nothing is offered here yet."""

@@ -21,11 +21,13 @@ from rich.progress import (
 from glm_jax.checkpoint.boxes import LeafBuffers, checked_sharding
 from glm_jax.checkpoint.hub_check import Source, match
 from glm_jax.checkpoint.hub_save import save_hub
+from glm_jax.checkpoint.numerics import compare_contracts, read_contract_file
 from glm_jax.checkpoint.problems import Problems
 from glm_jax.checkpoint.safetensors_files import open_files
 from glm_jax.config import GlmConfig
 from glm_jax.errors import GlmError
 from glm_jax.model import GlmModel
+from glm_jax.numerics.contract import NumericsContract
 from glm_jax.params import leaves
 
 __all__ = ["Shardings", "load_hub", "save_hub"]
@@ -42,6 +44,7 @@ def load_hub(
     dtype: str | None = None,
     mtp: bool = True,
     progress: bool | None = None,
+    contract: NumericsContract | None = None,
     **overrides: Any,
 ) -> GlmModel:
     """Loads a BF16, F32 or FP8 checkpoint; FP8 weights are dequantised on the way.
@@ -58,6 +61,8 @@ def load_hub(
         dtype: converts weights stored in another dtype; without it they must be in the config's.
         mtp: False leaves the MTP layer out, and sets `num_nextn_predict_layers` to 0.
         progress: shows a bar on stderr; by default only on a terminal.
+        contract: the numerics that the weights will be used under; must be those of the
+            directory's numerics.json. A directory without one is accepted, which is logged.
         **overrides: config fields to change, such as `latent_norm_eps`.
 
     Returns:
@@ -65,13 +70,16 @@ def load_hub(
 
     Raises:
         GlmError: one that names every missing, surplus, misshapen, truncated or wrongly typed
-            tensor, or what is wrong with the directory or the config. Nothing is returned then.
+            tensor, or what is wrong with the directory, the config or the contract. Nothing is
+            returned then.
     """
     directory = Path(directory)
     if directory.is_file():
         raise GlmError(f"{directory}: is a file; give the directory of a checkpoint")
     if not directory.is_dir():
         raise GlmError(f"{directory}: no such directory; give the directory of a checkpoint")
+    if contract is not None:
+        compare_contracts(contract, read_contract_file(directory), str(directory))
     cfg = cfg or GlmConfig.from_json(directory)
     if dtype is not None:
         overrides["dtype"] = dtype

@@ -18,11 +18,13 @@ from glm_jax.checkpoint.boxes import read_hub
 from glm_jax.checkpoint.directories import replace_directory
 from glm_jax.checkpoint.fp8 import SUFFIX, quantise_blocks, scale_shape
 from glm_jax.checkpoint.hub_layout import HubTensor, hub_tensors, mtp_prefix, transformers_name
+from glm_jax.checkpoint.numerics import write_contract_file
 from glm_jax.checkpoint.safetensors_files import INDEX
 from glm_jax.config import GlmConfig
 from glm_jax.config_quantization import Fp8Quantization
 from glm_jax.errors import GlmError
 from glm_jax.model import GlmModel
+from glm_jax.numerics.contract import NumericsContract
 from glm_jax.params import leaves
 
 
@@ -33,6 +35,7 @@ def save_hub(
     max_shard_bytes: float = 5e9,
     overwrite: bool = False,
     fp8: bool = False,
+    contract: NumericsContract | None = None,
 ) -> Path:
     """Writes config.json, shards of one tensor per expert, and their index.
 
@@ -47,6 +50,7 @@ def save_hub(
         max_shard_bytes: upper bound of a shard's size; a larger tensor gets its own.
         overwrite: replace an existing checkpoint.
         fp8: quantise the matrices that the FP8 releases quantise.
+        contract: the numerics that the weights were trained under; written to numerics.json.
 
     Raises:
         GlmError: the directory is in the way, or the model's arrays do not fit its config.
@@ -72,6 +76,8 @@ def save_hub(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         config.save_json(partial)
+        if contract is not None:
+            write_contract_file(partial, contract)
     return Path(directory)
 
 

@@ -100,6 +100,7 @@ def attend_masked(
 
 
 def attend_gathered(
+    ops: Arithmetic,
     query_RNC: Float[Array, "R N C"],
     keys_RkC: Float[Array, "R k C"],
     allowed_Rk: Bool[Array, "R k"],
@@ -115,15 +116,12 @@ def attend_gathered(
     score_RNk = jnp.where(allowed_Rk[:, None, :], score_RNk, -jnp.inf)
     peak_RN1 = jax.lax.stop_gradient(jnp.max(score_RNk, axis=-1, keepdims=True))
     weight_RNk = jnp.exp(score_RNk - jnp.where(jnp.isfinite(peak_RN1), peak_RN1, 0.0))
-    # Columns past the values become ones: the product then also sums the weights, in the order
-    # and precision in which it mixes the values.
-    column_C = jnp.arange(keys_RkC.shape[2])
-    one = jnp.ones((), keys_RkC.dtype)
-    values_RkC = jnp.where((column_C < rank)[None, None, :], keys_RkC, one)
-    mixed_RNC = batched_dot("rnk,rkc->rnc", weight_RNk.astype(keys_RkC.dtype), values_RkC)
-    total_RN1 = mixed_RNC[:, :, rank : rank + 1]
-    mixed_RNK = mixed_RNC[:, :, :rank] / jnp.where(total_RN1 == 0.0, 1.0, total_RN1)
-    return mixed_RNK.astype(keys_RkC.dtype)
+    weight_RNk = weight_RNk.astype(keys_RkC.dtype)
+    mixed_RNK = batched_dot("rnk,rkc->rnc", weight_RNk, keys_RkC)[:, :, :rank]
+    total_RN1 = ops.row_sum(weight_RNk.astype(jnp.float32).reshape(-1, weight_RNk.shape[2]))[:, :1]
+    total_RN1 = total_RN1.reshape(*weight_RNk.shape[:2], 1)
+    # A row without a key has weights of exactly 0.
+    return (mixed_RNK / jnp.where(total_RN1 == 0.0, 1.0, total_RN1)).astype(keys_RkC.dtype)
 
 
 def _masked_softmax(score: Array, allowed: Array) -> Array:

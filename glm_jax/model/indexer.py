@@ -84,8 +84,15 @@ def index_scores(
     causal_GRS: Bool[Array, "G R S"],
 ) -> Float[Array, "G R S"]:
     """f32 scores of every key for every row of its group, -inf where not causal."""
-    width = query_GRIJ.shape[-1]
     dot_GRIS = batched_dot("grij,gsj->gris", query_GRIJ, keys_GSJ)
-    active_GRIS = jax.nn.relu(dot_GRIS * width**-0.5)
-    score_GRS = jnp.sum(active_GRIS * weight_GRI[..., None], axis=2)
+    score_GRS = weigh_heads(dot_GRIS, weight_GRI, query_GRIJ.shape[-1])
     return jnp.where(causal_GRS, score_GRS, -jnp.inf)
+
+
+def weigh_heads(dot_xIS: Array, weight_xI: Array, width: int) -> Array:
+    """`sum_i w_i relu(dot_i * J^-0.5)`, heads ascending: the order is spelled out."""
+    score_xS = None
+    for i in range(weight_xI.shape[-1]):
+        active_xS = jax.nn.relu(dot_xIS[..., i, :] * width**-0.5) * weight_xI[..., i, None]
+        score_xS = active_xS if score_xS is None else score_xS + active_xS
+    return score_xS

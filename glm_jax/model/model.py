@@ -98,9 +98,10 @@ class GlmModel(nnx.Module):
             stream.residual_TD,
             stream.branch_TD,
         )
+        if not context.taps:
+            return hidden_TD, cache, {}
         named = {f"layer{i}": taps for i, taps in enumerate(layers)}
-        if context.taps:
-            named["model"] = {"embed": embedded_TD, "final_norm": hidden_TD}
+        named["model"] = {"embed": embedded_TD, "final_norm": hidden_TD}
         return hidden_TD, cache, named
 
     def logits(

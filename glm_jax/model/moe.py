@@ -7,10 +7,12 @@
 The bias enters the selection only. The shared expert is neither gated nor scaled.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -106,14 +108,14 @@ class Moe(nnx.Module):
             dtype=jnp.int32,
         )
         plan = plan_groups(counts_E, n_rows * k, tile)
-        spare_M = jnp.concatenate([order_M // k, jnp.zeros(tile, order_M.dtype)])
-        gate_up_EDG = self.gate_up[...].reshape(n_experts, x_RD.shape[1], -1)
-        pre_MG = grouped_matmul(x_RD[spare_M], gate_up_EDG, plan, tile, ops.product)
-        hidden_MF = swiglu(pre_MG.reshape(pre_MG.shape[0], 2, -1))
-        out_MD = grouped_matmul(hidden_MF, self.down[...], plan, tile, ops.product)
         place_M = jnp.zeros_like(order_M)
         place_M = place_M.at[order_M].set(jnp.arange(n_rows * k, dtype=order_M.dtype))
-        out_RkD = out_MD[place_M].reshape(n_rows, k, -1)
+        gate_up_EDG = self.gate_up[...].reshape(n_experts, x_RD.shape[1], -1)
+        sorted_MD = dispatch(x_RD, order_M, place_M, tile)
+        pre_MG = grouped_matmul(sorted_MD, gate_up_EDG, plan, tile, ops.product)
+        hidden_MF = swiglu(pre_MG.reshape(pre_MG.shape[0], 2, -1))
+        out_MD = grouped_matmul(hidden_MF, self.down[...], plan, tile, ops.product)
+        out_RkD = collect(out_MD, order_M, place_M).reshape(n_rows, k, -1)
         return jnp.where(used_R[:, None, None], out_RkD, jnp.zeros((), out_RkD.dtype))
 
     def combine(
@@ -129,3 +131,58 @@ class Moe(nnx.Module):
             part_RD = expert_RkD[:, slot].astype(jnp.float32)
             total_RD = total_RD + gates_Rk[:, slot, None] * part_RD
         return (total_RD + self.shared(ops, x_RD).astype(jnp.float32)).astype(x_RD.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def dispatch(
+    x_RD: Float[Array, "R D"], order_M: Int[Array, "M"], place_M: Int[Array, "M"], spare: int
+) -> Float[Array, "M2 D"]:
+    """Rows in expert order, each once a slot, and `spare` more of no meaning.
+
+    `order_M` lists (row, slot) pairs by expert; `place_M` is its inverse. The transpose adds a
+    row's slots in slot order: a gather and k - 1 additions, no scatter.
+    """
+    k = order_M.shape[0] // x_RD.shape[0]
+    return x_RD[jnp.concatenate([order_M // k, jnp.zeros(spare, order_M.dtype)])]
+
+
+def _dispatch_fwd(x_RD, order_M, place_M, spare):
+    return dispatch(x_RD, order_M, place_M, spare), (place_M, x_RD.shape[0])
+
+
+def _dispatch_bwd(spare, saved, d_MD):
+    place_M, n_rows = saved
+    d_RkD = d_MD[place_M].reshape(n_rows, -1, d_MD.shape[1]).astype(jnp.float32)
+    total_RD = d_RkD[:, 0]
+    for slot in range(1, d_RkD.shape[1]):
+        total_RD = total_RD + d_RkD[:, slot]
+    return total_RD.astype(d_MD.dtype), _no_gradient(place_M), _no_gradient(place_M)
+
+
+dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@jax.custom_vjp
+def collect(
+    y_MD: Float[Array, "M2 D"], order_M: Int[Array, "M"], place_M: Int[Array, "M"]
+) -> Float[Array, "M D"]:
+    """Rows back in (row, slot) order. A permutation: its transpose is the inverse gather."""
+    return y_MD[place_M]
+
+
+def _collect_fwd(y_MD, order_M, place_M):
+    return collect(y_MD, order_M, place_M), (order_M, y_MD.shape[0])
+
+
+def _collect_bwd(saved, d_MD):
+    order_M, total = saved
+    spare = jnp.zeros((total - order_M.shape[0], d_MD.shape[1]), d_MD.dtype)
+    d_sorted = jnp.concatenate([d_MD[order_M], spare])
+    return d_sorted, _no_gradient(order_M), _no_gradient(order_M)
+
+
+collect.defvjp(_collect_fwd, _collect_bwd)
+
+
+def _no_gradient(integers: Array) -> np.ndarray:
+    return np.zeros(integers.shape, jax.dtypes.float0)

@@ -5,6 +5,8 @@ alone, so that a token's bits do not depend on who else is in the batch. Native 
 runs of tokens that share a slot.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -13,8 +15,12 @@ from glm_jax.cache import slot_keys
 from glm_jax.config import GlmConfig
 from glm_jax.model.attention import attend_gathered, attend_masked, gather_keys
 from glm_jax.model.context import Context
-from glm_jax.model.indexer import IndexQuery, index_scores
+from glm_jax.model.indexer import IndexQuery, index_scores, weigh_heads
+from glm_jax.numerics.arithmetic import batched_dot
 from pallas_kernels.top_k_select import mask_to_ids, select_mask
+
+SHARED_ROWS = 64
+"""Neighbouring rows that may share one product with a page of index keys."""
 
 
 def select_keys(
@@ -67,21 +73,44 @@ def paged_scores(
     a row's own does not change its scores.
     """
     n_rows, size = query_RIJ.shape[0], index_MPsJ.shape[2]
+    width = query_RIJ.shape[2]
     n_pages = jnp.max(position_R) // size + 1
     offset_1s = jnp.arange(size, dtype=jnp.int32)[None, :]
 
     def body(j, score_RS):
         page_R = lax.dynamic_index_in_dim(pages_Rp, j, 1, keepdims=False)
-        keys_RsJ = index_MPsJ.at[layer, _valid_page(page_R, index_MPsJ)].get(
-            mode="fill", fill_value=0
-        )
+        dot_RIs = _page_products(query_RIJ, index_MPsJ, layer, page_R)
+        part_Rs = weigh_heads(dot_RIs, weight_RI, width)
         causal_Rs = j * size + offset_1s <= position_R[:, None]
-        # A row is a group of its own: the product is [I, J] x [J, page] whatever the batch.
-        part = index_scores(query_RIJ[:, None], weight_RI[:, None], keys_RsJ, causal_Rs[:, None])
-        return lax.dynamic_update_slice_in_dim(score_RS, part[:, 0], j * size, 1)
+        part_Rs = jnp.where(causal_Rs, part_Rs, -jnp.inf)
+        return lax.dynamic_update_slice_in_dim(score_RS, part_Rs, j * size, 1)
 
     none_RS = jnp.full((n_rows, pages_Rp.shape[1] * size), -jnp.inf, jnp.float32)
     return lax.fori_loop(0, n_pages, body, none_RS)
+
+
+def _page_products(query_RIJ, index_MPsJ, layer, page_R) -> Float[Array, "R I s"]:
+    """Products of each row's index queries with the keys of its page.
+
+    Where neighbouring rows read the same page (a prompt, a training sequence) they share one
+    product; the bits are those of a row's own product `[I, J] x [J, page]`.
+    """
+    n_rows, n_heads, width = query_RIJ.shape
+    run = math.gcd(n_rows, SHARED_ROWS)
+    page_gr = page_R.reshape(-1, run)
+
+    def keys(page):
+        return index_MPsJ.at[layer, page].get(mode="clip")
+
+    def shared(query_RIJ):
+        query_gMJ = query_RIJ.reshape(-1, run * n_heads, width)
+        dot = batched_dot("gmj,gsj->gms", query_gMJ, keys(page_gr[:, 0]))
+        return dot.reshape(n_rows, n_heads, -1)
+
+    def own(query_RIJ):
+        return batched_dot("rij,rsj->ris", query_RIJ, keys(page_R))
+
+    return lax.cond(jnp.all(page_gr == page_gr[:, :1]), shared, own, query_RIJ)
 
 
 def mix(
@@ -100,22 +129,16 @@ def mix(
     if context.causal_GRS is not None:
         return _mix_native(context, query_TNC, latent, layer, selection, sizes)
 
-    def region(query_RNC, ids_Rk, pages_Rp):
+    def region(query_RNC, ids_Rk, pages_Rp, position_R):
         size = latent.shape[2]
-        page_Rk = jnp.take_along_axis(
-            pages_Rp, jnp.minimum(ids_Rk // size, pages_Rp.shape[1] - 1), axis=1
-        )
         listed_Rk = ids_Rk < context.n_keys
-        page_Rk = jnp.where(listed_Rk, _valid_page(page_Rk, latent), latent.shape[1])
-        keys_RkC = latent.at[layer, page_Rk, ids_Rk % size].get(mode="fill", fill_value=0)
-        return attend_gathered(query_RNC, keys_RkC, listed_Rk, **sizes)
+        # What is not listed reads the token's own row: finite, and weighted with exactly 0.
+        id_Rk = jnp.where(listed_Rk, ids_Rk, position_R[:, None])
+        page_Rk = jnp.take_along_axis(pages_Rp, id_Rk // size, axis=1, mode="clip")
+        keys_RkC = latent.at[layer, page_Rk, id_Rk % size].get(mode="clip")
+        return attend_gathered(context.ops, query_RNC, keys_RkC, listed_Rk, **sizes)
 
-    return context.rows(region, query_TNC, selection, context.pages_Tp)
-
-
-def _valid_page(page: Array, store: Array) -> Array:
-    """Sends "no page" past the end, where a gather in mode `fill` reads zeros."""
-    return jnp.where(page < 0, store.shape[1], page)
+    return context.rows(region, query_TNC, selection, context.pages_Tp, context.batch.positions_T)
 
 
 def _up_to(position_R: Array, valid_R: Array, n_keys: int) -> Array:
@@ -158,4 +181,4 @@ def _mix_native(context, query_TNC, latent, layer, selection, sizes):
         return mixed_GRNK.reshape(query_TNC.shape[0], *mixed_GRNK.shape[2:])
     keys_GRkC = gather_keys(keys_GSC, _grouped(selection, context))
     keys_TkC = keys_GRkC.reshape(-1, *keys_GRkC.shape[2:])
-    return attend_gathered(query_TNC, keys_TkC, selection < context.n_keys, **sizes)
+    return attend_gathered(context.ops, query_TNC, keys_TkC, selection < context.n_keys, **sizes)

@@ -105,7 +105,8 @@ class Arithmetic:
 
     def expert_tile(self, rows_an_expert: int) -> int:
         """Rows of one expert processed at once, for an average of `rows_an_expert`."""
-        return _largest(self.contract.expert_tiles, rows_an_expert)
+        # Half-empty tiles of a larger size are cheaper than many small ones.
+        return _largest(self.contract.expert_tiles, 2 * rows_an_expert)
 
     def rows(self, region: Callable[..., Any], n_rows: Int[Array, ""], *args: Any) -> Any:
         """Applies a region to the first `n_rows` rows of `args`; further rows give zeros.
@@ -157,12 +158,13 @@ def batched_dot(spec: str, a: Array, b: Array) -> Array:
 def pinned_matmul(x_RK: Array, w_KN: Array, contract: NumericsContract) -> Float[Array, "R N"]:
     """A product whose bits do not depend on the number of rows.
 
-    K is cut in leaves that a tree adds. N is padded to a multiple of `column_pad`, and in f32 cut
-    in blocks: for these widths the CPU's product gives the same bits for every tile of rows
-    (measured: docs/numerics.md).
+    K is cut in leaves that a tree adds. N is padded to a multiple of `column_pad` and, in f32 and
+    for few rows, cut in blocks: at these widths the CPU's product was found to give the same bits
+    for every tile of rows (docs/numerics.md; `check invariance` proves it where it runs).
     """
     n_inner, width = w_KN.shape
-    step = contract.column_block if x_RK.dtype == jnp.float32 else width
+    few = x_RK.dtype == jnp.float32 and x_RK.shape[0] < contract.block_below
+    step = contract.column_block if few else width
     leaves = []
     for k in range(0, n_inner, contract.k_leaf):
         x, w = x_RK[:, k : k + contract.k_leaf], w_KN[k : k + contract.k_leaf]

@@ -24,16 +24,18 @@ class NumericsContract:
     """
 
     mode: Mode = "pinned"
-    row_tiles: tuple[int, ...] = (8, 64, 256)
+    row_tiles: tuple[int, ...] = (8, 64, 256, 1024)
     """Rows a region may process at once. All give the same bits: see `numerics/proof.py`."""
-    expert_tiles: tuple[int, ...] = (8, 64, 128)
+    expert_tiles: tuple[int, ...] = (8, 64, 256)
     """Rows of one expert processed at once."""
     k_leaf: int = 256
     """Contractions are cut in leaves of this width, added in a balanced binary tree in f32."""
     column_block: int = 128
-    """f32 products are computed in column blocks of this width..."""
+    """f32 products of fewer than `block_below` rows are computed in column blocks of this width."""
+    block_below: int = 64
+    """From this many rows on the whole product gives the same bits, and is faster."""
     column_pad: int = 64
-    """...the last of which is padded with zero columns to a multiple of this."""
+    """Columns are padded with zeros to a multiple of this."""
     sum_width: int = 8
     """Columns of the ones that rows are summed with..."""
     sum_pad: int = 64
@@ -42,6 +44,8 @@ class NumericsContract:
     """Index scores are computed for this many keys at once; also the cache's page size."""
     vocab_block: int = 512
     """Log-sum-exp runs over the vocabulary in blocks of this width, ascending."""
+    token_leaf: int = 128
+    """Gradients are summed in a tree over chunks of this many tokens of one sequence."""
     accumulation: str = "float32"
     selection: str = "score descending, index ascending; -0 = +0; NaN last"
     combine: str = "experts ascending, shared expert last, float32, one rounding"

@@ -16,6 +16,9 @@ from glm_jax.parity.report import FORMS, Comparison, EpsSource, Form, ParityRepo
 
 Progress = Callable[[str], None]
 
+SCORES = (".idx_scores", ".idx_gap")
+"""What the pinned form does not compute as a whole: it goes through the keys by page."""
+
 
 def check_parity(
     checkpoint_dir: str | Path,
@@ -29,19 +32,20 @@ def check_parity(
     """Loads a checkpoint in fp32, runs it, and compares it with a reference file.
 
     Bounds: 5e-4 on every value and logit, 1e-4 relative on the loss and the gradients; selected
-    keys and routes are equal. Values are compared in both forms of attention.
+    keys and routes are equal. Values are compared in every form; gradients in the native ones.
 
     Args:
         checkpoint_dir: a checkpoint in the hub's layout.
         reference_npz: the arrays; a `meta.json` beside them may say how they were made.
         latent_norm_eps: eps of the latent norms. Default: what `meta.json` says, else the config.
         parts: what to run. Arrays of other parts are not compared; the report says so.
-        forms: the forms of attention to run.
+        forms: the forms to run. Pinned numerics keep no index scores: alone, they leave those of
+            the reference uncompared.
         progress: called with what is being done.
 
     Raises:
         GlmError: an unreadable checkpoint or reference, a reference of another checkpoint, or one
-            with an array that nothing compares to.
+            with an array that nothing compares to; gradients without a native form.
     """
     reference = Reference.load(reference_npz)
     cfg = GlmConfig.from_json(checkpoint_dir)
@@ -78,17 +82,20 @@ def check_model(
     """As `check_parity`, for a loaded fp32 model; its config says which eps is used.
 
     Raises:
-        GlmError: the reference does not fit the model, or nothing compares to one of its arrays.
+        GlmError: the reference does not fit the model, or nothing compares to one of its arrays;
+            gradients without a native form.
     """
     reference.check_fits(model.cfg)
     wanted = {name: x for name, x in reference.arrays.items() if part_of(name) in parts}
+    if set(forms) == {"pinned"}:
+        wanted = {name: x for name, x in wanted.items() if not name.endswith(SCORES)}
     comparisons: list[Comparison] = []
     shapes = expected_shapes(model.cfg, *reference.ids_BS.shape)
     order = {name: place for place, name in enumerate(shapes)}
     possible = {*shapes, "gradnorm.*"}
     for form, ours in _run(model, reference, parts, forms, progress):
         # No gradient reaches the indexer: the reference does not list it, and ours is zero.
-        possible |= {x for x in ours if not x.startswith("gradnorm.") or ours[x] != 0}
+        possible |= {x for x in ours if x.startswith("gradnorm.") and ours[x] != 0}
         for name in ours.keys() & wanted.keys():
             comparisons.append(compare(name, form, ours[name], wanted[name]))
     if unmatched := sorted(wanted.keys() - {x.name for x in comparisons}):
@@ -120,6 +127,11 @@ def _run(
 ) -> Iterator[tuple[Form, Arrays]]:
     """Our arrays, one set a run. Runs nothing that no array of the reference asks for."""
     asked = {part_of(name) for name in reference.arrays} & set(parts)
+    if "gradients" in asked and set(forms) <= {"pinned"}:
+        raise GlmError(
+            "parts: gradients are computed in native arithmetic; add masked or gathered to the "
+            "forms, or leave them out"
+        )
     for form in forms:
         if asked & {"prefill", "mtp"}:
             progress(f"prefill, {form}")
@@ -128,7 +140,7 @@ def _run(
             if "mtp" in asked:
                 progress(f"draft layer, {form}")
                 yield form, passes.mtp(model, reference, form, values["final_norm"])
-        if "gradients" in asked:
+        if "gradients" in asked and form != "pinned":
             progress(f"gradients, {form}")
             yield form, passes.gradients(model, reference, form)
     if "decode" in asked:

@@ -8,10 +8,14 @@ import numpy as np
 
 from glm_jax.parity.names import PARTS, Part
 
-Form = Literal["masked", "gathered"]
-"""How attention reads its keys: all of them under a mask, or each row's own list."""
+Form = Literal["masked", "gathered", "pinned"]
+"""How a value is computed.
 
-FORMS: tuple[Form, ...] = ("masked", "gathered")
+Native arithmetic, with attention over all keys under a mask, or over each row's own list; or pinned
+arithmetic through the cache, which is how the engine runs.
+"""
+
+FORMS: tuple[Form, ...] = ("masked", "gathered", "pinned")
 
 EpsSource = Literal["option", "meta.json", "config.json"]
 
@@ -43,7 +47,7 @@ def group_of(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One array of the reference against ours, in one form of attention."""
+    """One array of the reference against ours, in one form."""
 
     name: str
     form: Form
@@ -111,7 +115,7 @@ class ParityReport:
 
     @property
     def max_abs_logit_diff(self) -> float | None:
-        """Largest difference of a logit of the prompt, in either form of attention."""
+        """Largest difference of a logit of the prompt, in any form."""
         return self.group("logits").value
 
     @property

@@ -2,13 +2,20 @@
 
 import contextlib
 import json
+from collections.abc import Callable, Iterator
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rl.cli.info import load_config
+
+if TYPE_CHECKING:  # importing them would import jax
+    from rich.console import Console
+
+    from glm_jax.bench.peer import Peer
 
 PEER = Path(__file__).resolve().parent.parent.parent / "scripts" / "bench_transformers.py"
 
@@ -27,6 +34,22 @@ class Dtype(StrEnum):
     BOTH = "both"
 
 
+ConfigOption = Annotated[
+    str, typer.Option(help="A preset, a checkpoint's directory, or a config.json.")
+]
+BatchOption = Annotated[int, typer.Option(help="Sequences.")]
+LengthOption = Annotated[int, typer.Option(help="Tokens of each sequence.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of weights and activations.")]
+RepeatsOption = Annotated[int, typer.Option(help="Rounds that count, after one of warm-up.")]
+PeerOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Python of another environment, with torch and transformers: compare with them."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+
+
 @app.callback()
 def benches() -> None:
     """Measure speed on this machine."""
@@ -34,71 +57,162 @@ def benches() -> None:
 
 @app.command()
 def forward(
-    config: Annotated[
-        str, typer.Option(help="A preset, a checkpoint's directory, or a config.json.")
-    ] = "small",
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 8,
-    length: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 256,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and activations.")] = Dtype.BOTH,
-    repeats: Annotated[int, typer.Option(help="Rounds that count, after one of warm-up.")] = 5,
-    peer_python: Annotated[
-        Path | None,
-        typer.Option(
-            help="Python of another environment, with torch and transformers: compare with them."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    config: ConfigOption = "small",
+    batch: BatchOption = 8,
+    length: LengthOption = 256,
+    dtype: DtypeOption = Dtype.BOTH,
+    repeats: RepeatsOption = 5,
+    peer_python: PeerOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Time the forward (logits of every token) of random weights, and dense products beside it."""
-    from rich.console import Console
-
-    from glm_jax.bench.forward import DTYPES, ForwardBench, bench_forward
-    from glm_jax.bench.peer import Peer
+    """Time a forward of random weights: logits, and log-probabilities pinned and native."""
+    from glm_jax.bench.forward import ForwardBench, bench_forward
 
     bench = ForwardBench(
+        cfg=load_config(config), batch=batch, length=length, dtypes=_dtypes(dtype), repeats=repeats
+    )
+    with _peer(peer_python, bench.work_of_peer("forward")) as peer:
+        figures = bench_forward(bench, peer=peer, progress=_show)
+    title = f"forward of {config}, {batch} x {length} tokens"
+    _print(figures, title, as_json, _forward_rows)
+
+
+@app.command()
+def score(
+    config: ConfigOption = "small",
+    batch: BatchOption = 64,
+    micro_batch: Annotated[int, typer.Option(help="Sequences of one forward.")] = 8,
+    length: LengthOption = 256,
+    dtype: DtypeOption = Dtype.BOTH,
+    repeats: RepeatsOption = 5,
+    peer_python: PeerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time log-probabilities of given tokens, pinned and native."""
+    from glm_jax.bench.score import ScoreBench, bench_score
+
+    bench = ScoreBench(
         cfg=load_config(config),
         batch=batch,
+        micro_batch=micro_batch,
         length=length,
-        dtypes=DTYPES if dtype is Dtype.BOTH else (dtype.value,),
+        dtypes=_dtypes(dtype),
         repeats=repeats,
     )
+    with _peer(peer_python, bench.work_of_peer("score", micro_batch)) as peer:
+        figures = bench_score(bench, peer=peer, progress=_show)
+    title = f"scores of {config}, {batch} x {length} tokens, {micro_batch} sequences at a time"
+    _print(figures, title, as_json, _program_rows)
+
+
+@app.command()
+def decode(
+    config: ConfigOption = "small",
+    sequences: Annotated[
+        list[int] | None, typer.Option(help="Sequences; may be repeated. Default: 1, 16 and 64.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens that the new one attends.")] = 200,
+    capacity: Annotated[int, typer.Option(help="Tokens of a sequence that the cache holds.")] = 256,
+    steps: Annotated[int, typer.Option(help="Steps of one sample.")] = 8,
+    dtype: DtypeOption = Dtype.BOTH,
+    repeats: RepeatsOption = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Time one decode step (a new token of each sequence), pinned and native."""
+    from glm_jax.bench.decode import DecodeBench, bench_decode
+
+    bench = DecodeBench(
+        cfg=load_config(config),
+        sequences=tuple(sequences or (1, 16, 64)),
+        context=context,
+        capacity=capacity,
+        steps=steps,
+        dtypes=_dtypes(dtype),
+        repeats=repeats,
+    )
+    figures = bench_decode(bench, progress=_show)
+    _print(figures, f"decode step of {config} at context {context}", as_json, _decode_rows)
+
+
+@app.command()
+def train(
+    config: ConfigOption = "small",
+    batch: BatchOption = 8,
+    length: LengthOption = 256,
+    dtype: DtypeOption = Dtype.BOTH,
+    repeats: RepeatsOption = 5,
+    peer_python: PeerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time forward and backward: pinned, and native autodiff without and with recomputing."""
+    from glm_jax.bench.train import TrainBench, bench_train
+
+    bench = TrainBench(
+        cfg=load_config(config), batch=batch, length=length, dtypes=_dtypes(dtype), repeats=repeats
+    )
+    with _peer(peer_python, bench.work_of_peer("train")) as peer:
+        figures = bench_train(bench, peer=peer, progress=_show)
+    title = f"forward and backward of {config}, {batch} x {length} tokens"
+    _print(figures, title, as_json, _program_rows)
+
+
+def _dtypes(dtype: Dtype) -> tuple[str, ...]:
+    if dtype is Dtype.BOTH:
+        return tuple(x.value for x in Dtype if x is not Dtype.BOTH)
+    return (dtype.value,)
+
+
+def _show(step: str) -> None:
+    from rich.console import Console
+
     steps = Console(stderr=True, highlight=False)
+    if steps.is_terminal:
+        steps.print(step, style="dim")
 
-    def show(step: str) -> None:
-        if steps.is_terminal:
-            steps.print(step, style="dim")
 
-    with contextlib.ExitStack() as stack:
-        peer = None
-        if peer_python is not None:
-            show("starting transformers ...")
-            peer = stack.enter_context(Peer(peer_python, PEER, bench.work_of_peer()))
-        figures = bench_forward(bench, peer=peer, progress=show)
+@contextlib.contextmanager
+def _peer(python: Path | None, work: dict[str, Any]) -> Iterator["Peer | None"]:
+    """The peer at work, if one is asked for."""
+    if python is None:
+        yield None
+        return
+    from glm_jax.bench.peer import Peer
+
+    _show("starting transformers ...")
+    with Peer(python, PEER, work) as peer:
+        yield peer
+
+
+type Row = tuple[str, Callable[[dict[str, Any]], str]]
+
+
+def _print(
+    figures: dict[str, Any],
+    title: str,
+    as_json: bool,
+    rows: Callable[[dict[str, Any]], Iterator[Row]],
+) -> None:
     if as_json:
         print(json.dumps(figures, indent=2, allow_nan=False))
-    else:
-        _print_table(figures, config)
-
-
-def _print_table(figures: dict[str, Any], config: str) -> None:
+        return
     from rich.console import Console
     from rich.table import Table
 
     # A pipe has no width: rich would then fold the lines at 80 columns.
     console = Console(width=max(Console().width, WIDTH), highlight=False)
-    table = Table(
-        title=f"forward of {config}, {figures['batch']} x {figures['length']} tokens, "
-        f"median of {figures['repeats']}",
-        title_justify="left",
-        title_style="bold",
-    )
+    title = f"{title}, median of {figures['repeats']}"
+    table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("")
     results: dict[str, dict[str, Any]] = figures["results"]
     for dtype in results:
         table.add_column(dtype, justify="right")
-    for name, text in _rows(next(iter(results.values()))["ratio"] is not None):
+    for name, text in rows(next(iter(results.values()))):
         table.add_row(name, *(text(result) for result in results.values()))
     console.print(table)
+    _print_device(console, figures)
+
+
+def _print_device(console: "Console", figures: dict[str, Any]) -> None:
     device = figures["device"]
     versions = ", ".join(f"{name} {number}" for name, number in figures["versions"].items())
     console.print(f"on {device['kind']}: {device['cpu']}, {device['cpus']} CPUs; {versions}")
@@ -111,24 +225,75 @@ def _print_table(figures: dict[str, Any], config: str) -> None:
         )
 
 
-def _rows(compared: bool):
-    def count(key: str):
-        return lambda result: f"{result[key]:,.0f}"
+def _forward_rows(result: dict[str, Any]) -> Iterator[Row]:
+    yield from _rates("logits", lambda result: result)
+    if result["ratio"] is not None:
+        yield "transformers, tokens/s", lambda result: f"{result['peer_tokens_per_s']:,.0f}"
+        yield "ratio ours / theirs (min to max)", lambda result: _spread(result["ratio"])
+        yield "the same, by CPU seconds", lambda result: _spread(result["cpu_ratio"])
+    yield from _program_rows(result)
 
-    def spread(key: str):
-        return lambda result: (
-            f"{result[key]['median']:.2f} ({result[key]['min']:.2f} to {result[key]['max']:.2f})"
-        )
 
-    yield "tokens/s", count("tokens_per_s")
-    yield "tokens per CPU second", count("tokens_per_cpu_s")
-    yield "GFLOP/s", lambda result: f"{result['gflops']:.1f}"
+def _program_rows(result: dict[str, Any]) -> Iterator[Row]:
+    for name in ("pinned", "native", "native_remat", "peer"):
+        if result.get(name) is not None:
+            yield from _rates(_NAMES[name], lambda result, name=name: result[name])
+    yield from _comparison_rows(result, lambda result: result)
+    yield from _gemm_rows()
+
+
+def _decode_rows(result: dict[str, Any]) -> Iterator[Row]:
+    for n in result["steps"]:
+
+        def pick(result: dict[str, Any], n: str = n) -> dict[str, Any]:
+            return result["steps"][n]
+
+        for mode in ("pinned", "native"):
+            yield (
+                f"{n} x, {mode}, tokens/s",
+                lambda result, pick=pick, mode=mode: f"{pick(result)[mode]['tokens_per_s']:,.0f}",
+            )
+        yield from _comparison_rows(pick(result), pick, f"{n} x, ")
+    yield from _gemm_rows()
+
+
+_NAMES = {
+    "pinned": "pinned",
+    "native": "native",
+    "native_remat": "native remat",
+    "peer": "transformers",
+}
+
+
+def _rates(title: str, pick: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[Row]:
+    yield f"{title}, tokens/s", lambda result: f"{pick(result)['tokens_per_s']:,.0f}"
+    yield "  per CPU second", lambda result: f"{pick(result)['tokens_per_cpu_s']:,.0f}"
+    yield "  share of the best dense product", lambda result: f"{pick(result)['gemm_share']:.1%}"
+    yield "  the same, by CPU seconds", lambda result: f"{pick(result)['gemm_cpu_share']:.1%}"
+
+
+def _comparison_rows(
+    result: dict[str, Any], pick: Callable[[dict[str, Any]], dict[str, Any]], lead: str = ""
+) -> Iterator[Row]:
+    """An overhead against another of our programs, a speed against the peer."""
+    for ours, others in result["comparisons"].items():
+        for theirs, figures in others.items():
+            if figures is None:
+                continue
+            kind = "speed" if theirs == "peer" else "overhead"
+            what = {"speed": "speed over", "overhead": "time over"}[kind]
+
+            def text(r: dict[str, Any], key: str, ours: str = ours, theirs: str = theirs) -> str:
+                return _spread(pick(r)["comparisons"][ours][theirs][key])
+
+            yield f"{lead}{_NAMES[ours]}, {what} {_NAMES[theirs]}", partial(text, key=kind)
+            yield "  the same, by CPU seconds", partial(text, key=f"cpu_{kind}")
+
+
+def _gemm_rows() -> Iterator[Row]:
     yield "best dense product, GFLOP/s", lambda result: f"{result['best_gemm_gflops']:.1f}"
     yield "its shape", lambda result: result["best_gemm"]
-    yield "share of it", lambda result: f"{result['gemm_share']:.1%}"
-    yield "share of it, by CPU seconds", lambda result: f"{result['gemm_cpu_share']:.1%}"
-    if compared:
-        yield "transformers, tokens/s", count("peer_tokens_per_s")
-        yield "transformers, tokens per CPU second", count("peer_tokens_per_cpu_s")
-        yield "ratio ours / theirs (min to max)", spread("ratio")
-        yield "the same, by CPU seconds", spread("cpu_ratio")
+
+
+def _spread(figures: dict[str, float]) -> str:
+    return f"{figures['median']:.2f} ({figures['min']:.2f} to {figures['max']:.2f})"

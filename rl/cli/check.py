@@ -1,23 +1,50 @@
 """`glm-jax check`: proofs that run on the user's machine."""
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from glm_jax.errors import GlmError
+from glm_jax.presets import PRESETS
+from rl.cli.bench import Dtype
+from rl.cli.info import load_config
+
 if TYPE_CHECKING:  # importing it would import jax
+    from rich.console import Console
+
+    from glm_jax.invariance import Bisection, Invariance
+    from glm_jax.model import GlmModel
     from glm_jax.parity import Group, ParityReport
 
 MOST_FAILURES = 12
 """Failed arrays that the table names, first computed first; the JSON names them all."""
 
-app = typer.Typer(help="Check the model against a reference.", no_args_is_help=True)
+
+class Numerics(StrEnum):
+    """Choices of `--numerics`."""
+
+    PINNED = "pinned"
+    NATIVE = "native"
+
+
+ModelOption = Annotated[
+    str,
+    typer.Option(help="A preset or a config.json (random weights), or a checkpoint's directory."),
+]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of all draws.")]
+NumericsOption = Annotated[
+    Numerics, typer.Option(help="Arithmetic to check; native promises nothing.")
+]
+
+app = typer.Typer(help="Check the model, and its numbers on this machine.", no_args_is_help=True)
 
 
 @app.callback()
 def checks() -> None:
-    """Check the model against a reference."""
+    """Check the model, and its numbers on this machine."""
 
 
 @app.command()
@@ -54,6 +81,185 @@ def parity(
     else:
         _print_table(report, checkpoint, reference)
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+def invariance(
+    model: ModelOption = "small",
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and activations.")] = Dtype.BOTH,
+    trials: Annotated[
+        int, typer.Option(min=1, help="Sets of sequences; 3 or more see all model variants.")
+    ] = 3,
+    seed: SeedOption = 0,
+    numerics: NumericsOption = Numerics.PINNED,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help='Print JSON; for both dtypes: {"ok": ..., "results": [one a dtype]}.'
+        ),
+    ] = False,
+) -> None:
+    """Prove that a token's bits do not depend on how it is computed; exit status 1 if they do.
+
+    Random sequences are computed alone, in chunks, by decoding, in random company and cache pages,
+    packed, and after preemption. All log-probability bits and hidden states are compared.
+    """
+    from glm_jax.invariance.compile_cache import use_compile_cache
+
+    use_compile_cache()
+    from glm_jax.invariance import check_invariance
+    from glm_jax.numerics.contract import NumericsContract
+
+    contract = NumericsContract(mode=numerics.value)
+    steps = _steps()
+    steps.print(f"numerics contract {contract.digest}: {contract.to_dict()}")
+    results = []
+    for name in ("float32", "bfloat16") if dtype is Dtype.BOTH else (dtype.value,):
+        result = check_invariance(
+            _load(model, name), trials=trials, seed=seed, contract=contract, progress=steps.print
+        )
+        steps.print(f"{name}: compiling took {result.facts['compile_seconds']} s")
+        if not as_json:
+            _print_invariance(result, model)
+        results.append(result)
+    ok = all(result.ok for result in results)
+    if as_json:
+        shown = [{**result.to_json(), "model": model} for result in results]
+        answer = {"ok": ok, "results": shown} if dtype is Dtype.BOTH else shown[0]
+        print(json.dumps(answer, indent=2, allow_nan=False))
+    raise typer.Exit(0 if ok else 1)
+
+
+@app.command()
+def bisect(
+    phases: Annotated[
+        str, typer.Option(help="Two phases, comma-separated; the first is the reference.")
+    ] = "prefill,decode",
+    model: ModelOption = "small",
+    dtype: Annotated[
+        Dtype, typer.Option(help="Dtype of weights and activations; one of the two.")
+    ] = Dtype.FLOAT32,
+    seed: SeedOption = 0,
+    numerics: NumericsOption = Numerics.PINNED,
+    variant: Annotated[
+        str, typer.Option(help="Change to the model: plain, ties or one_expert.")
+    ] = "plain",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
+) -> None:
+    """Count the unequal tokens of every layer and region between two phases; exit status 1 if any.
+
+    Counts cascade: the first region that differs is the one to look at.
+    """
+    from glm_jax.invariance.compile_cache import use_compile_cache
+
+    if dtype is Dtype.BOTH:
+        raise GlmError("--dtype both: a bisection is of one dtype; use float32 or bfloat16")
+    use_compile_cache()
+    from glm_jax.invariance.bisect import bisect_model
+    from glm_jax.numerics.contract import NumericsContract
+
+    contract = NumericsContract(mode=numerics.value)
+    steps = _steps()
+    steps.print(f"numerics contract {contract.digest}: {contract.to_dict()}")
+    found = bisect_model(
+        _load(model, dtype.value),
+        tuple(name.strip() for name in phases.split(",")),
+        seed=seed,
+        variant_name=variant,
+        contract=contract,
+        notice=steps.print,
+    )
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        _print_bisection(found)
+    raise typer.Exit(1 if found.first else 0)
+
+
+def _steps() -> "Console":
+    """Where progress goes."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, style="dim", soft_wrap=True)
+
+
+def _load(model: str, dtype: str) -> "GlmModel":
+    """A checkpoint's weights, or random ones."""
+    from glm_jax.checkpoint.hub import load_hub
+    from glm_jax.model import GlmModel
+
+    cfg = load_config(model).with_overrides(dtype=dtype)
+    if model not in PRESETS and Path(model).is_dir():
+        return load_hub(model, cfg, dtype=dtype)
+    return GlmModel.init(cfg)
+
+
+def _print_invariance(result: "Invariance", model: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    mode, facts = result.contract.mode, result.facts
+    table = Table(
+        title=f"{model}, {result.dtype}, {mode}: against prefill alone",
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("phase")
+    for header in ("tokens", "unequal"):
+        table.add_column(header, justify="right")
+    for name, count in result.phases.items():
+        table.add_row(name, f"{count.tokens:,}", f"{count.unequal:,}")
+    table.add_section()
+    table.add_row("control: native, decode", "", f"{result.control_unequal:,}")
+    console.print(table)
+    console.print(
+        f"{result.trials} trials ({', '.join(facts['variants'])}) of "
+        f"{facts['sequences_per_trial']} sequences up to {facts['longest_sequence']} tokens, "
+        f"index_topk {facts['index_topk']}; of these tokens, {result.layered.tokens:,} after every "
+        f"layer; {facts['seconds']} s"
+    )
+    if first := result.first_unequal:
+        console.print(
+            f"first unequal: layer {first['layer']}, region {first['region']}, token "
+            f"{first['token']} of sequence {first['sequence']} ({first['variant']}), "
+            f"{' against '.join(first['phases'])}",
+            style="red",
+        )
+    for problem in result.problems:
+        console.print(problem, style="red")
+    verdict = "[green]all bits are equal[/]" if result.ok else "[red]the check failed[/]"
+    console.print(f"{verdict}; contract {result.contract.digest}", style="bold")
+
+
+def _print_bisection(found: "Bisection") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    regions = list(dict.fromkeys(part.region for part in found.unequal))
+    table = Table(
+        title=f"{' against '.join(found.phases)}: unequal of {found.n_tokens:,} tokens",
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("layer")
+    for region in regions:
+        table.add_column(region, justify="right")
+    for layer in dict.fromkeys(part.layer for part in found.unequal):
+        row = {part.region: n for part, n in found.unequal.items() if part.layer == layer}
+        label = "end" if layer is None else str(layer)
+        table.add_row(label, *(f"{row[x]:,}" if x in row else "" for x in regions))
+    console.print(table)
+    first = found.first
+    if first is None:
+        console.print("[green]all bits are equal[/]", style="bold")
+    else:
+        console.print(
+            f"first: layer {first.layer}, {first.region}, token {first.position} of sequence "
+            f"{first.sequence}",
+            style="bold red",
+        )
 
 
 def _print_table(report: "ParityReport", checkpoint: Path, reference: Path) -> None:

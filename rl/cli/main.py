@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from glm_jax.errors import GlmError
-from rl.cli import bench, check, info
+from rl.cli import bench, check, check_ops, info
 
 app = typer.Typer(
     name="glm-jax",
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
 )
 app.add_typer(info.app)
+check.app.command()(check_ops.ops)
 app.add_typer(check.app, name="check")
 app.add_typer(bench.app, name="bench")
 

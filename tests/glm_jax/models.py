@@ -7,9 +7,11 @@ import jax
 import numpy as np
 
 from glm_jax.batch import TokenBatch
+from glm_jax.cache import LatentCache
 from glm_jax.config import GlmConfig
 from glm_jax.forward import forward
 from glm_jax.model import GlmModel
+from glm_jax.numerics.contract import NumericsContract
 from glm_jax.presets import preset
 
 SMALL = preset("tiny").with_overrides(
@@ -35,6 +37,12 @@ SMALL = preset("tiny").with_overrides(
 """Selection bites from the fifth token on; layers 1 and 2 are scanned with 3 and 4."""
 
 
+PINNED = NumericsContract(key_block=4)
+"""Pages of four tokens, so that short sequences cross them."""
+
+NATIVE = NumericsContract(mode="native", key_block=4)
+
+
 @functools.cache
 def model_of(cfg: GlmConfig, seed: int = 0) -> GlmModel:
     """The model of a config; nobody may change it."""
@@ -55,6 +63,13 @@ def run(model, batch, cache=None, gathered=False) -> Run:
     """The forward of these tests, with everything it can give."""
     out = forward(model, batch, cache, taps=True, gathered=gathered)
     return Run(out.hidden_TD, model.logits(out.hidden_TD), out.cache, out.taps)
+
+
+def slot_rows(cache: LatentCache, name: str) -> np.ndarray:
+    """`[L, U, S, X]`: the rows of a store (`latent_LPsC` or `index_MPsJ`) by slot and position."""
+    pages_LUpsX = np.asarray(getattr(cache, name))[:, np.asarray(cache.table_Up)]
+    n_layers, n_slots = pages_LUpsX.shape[:2]
+    return pages_LUpsX.reshape(n_layers, n_slots, cache.capacity, -1)
 
 
 def ids(n_sequences: int, n_tokens: int, seed: int = 0, cfg: GlmConfig = SMALL) -> np.ndarray:

@@ -10,11 +10,20 @@ from glm_jax.cache import LatentCache
 from glm_jax.forward import forward
 from glm_jax.model import GlmModel
 from glm_jax.model.moe import Moe
+from glm_jax.numerics.arithmetic import native
 from glm_jax.params import leaves, materialise
-from tests.glm_jax.models import SMALL, batch_of, ids, model_of, run
+from tests.glm_jax.models import PINNED, SMALL, batch_of, ids, model_of, run
 
 E, k, D = SMALL.n_routed_experts, SMALL.num_experts_per_tok, SMALL.hidden_size
-apply_moe = jax.jit(lambda moe, x_RD: moe(x_RD))
+OPS = native()
+
+
+@jax.jit
+def apply_moe(moe, x_RD):
+    """Output and routes of the whole layer."""
+    routes = moe.route(OPS, x_RD)
+    expert_RkD = moe.experts(OPS, x_RD, routes.ids_Rk, jnp.ones(x_RD.shape[0], bool))
+    return moe.combine(OPS, x_RD, expert_RkD, routes.gates_Rk), routes
 
 
 def moe(**values) -> Moe:
@@ -49,13 +58,11 @@ def test_shared_layers_use_the_selection_of_the_last_full_layer():
 
 @pytest.mark.parametrize("gathered", [False, True])
 def test_a_row_attends_all_keys_up_to_top_k_and_top_k_beyond(gathered):
-    selected = run(model_of(SMALL), batch_of(ids(2, 12)), gathered=gathered).taps["layer3"][
-        "selected"
-    ]
-    count_GR = np.sum(np.asarray(selected) < 12 if gathered else np.asarray(selected), axis=-1)
-    np.testing.assert_array_equal(
-        count_GR, np.minimum(np.arange(1, 13), SMALL.index_topk)[None] * [[1], [1]]
-    )
+    out = run(model_of(SMALL), batch_of(ids(2, 12)), gathered=gathered)
+    selected = np.asarray(out.taps["layer3"]["selected"])
+    count = np.sum(selected < 12 if gathered else selected, axis=-1).reshape(2, 12)
+    expected = np.minimum(np.arange(1, 13), SMALL.index_topk)
+    np.testing.assert_array_equal(count, np.stack([expected, expected]))
 
 
 def test_router_ties_go_to_the_lowest_experts(x_RD):
@@ -90,7 +97,7 @@ def test_no_gradient_reaches_the_router_bias_but_one_reaches_the_router(x_RD):
     graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
 
     def loss(params):
-        return jnp.sum(nnx.merge(graphdef, params, rest)(x_RD)[0] ** 2)
+        return jnp.sum(apply_moe(nnx.merge(graphdef, params, rest), x_RD)[0] ** 2)
 
     gradients = dict(leaves(jax.jit(jax.grad(loss))(params)))
     assert "router_bias" not in gradients
@@ -99,7 +106,7 @@ def test_no_gradient_reaches_the_router_bias_but_one_reaches_the_router(x_RD):
 
 def test_scale_multiplies_the_routed_part_only(x_RD):
     once, twice = moe(routed_scaling_factor=2.5), moe(routed_scaling_factor=5.0)
-    shared_RD = once.shared(x_RD)
+    shared_RD = once.shared(OPS, x_RD)
     one_RD, two_RD = apply_moe(once, x_RD)[0], apply_moe(twice, x_RD)[0]
     np.testing.assert_allclose(two_RD - shared_RD, 2 * (one_RD - shared_RD), atol=1e-5)
     assert np.abs(one_RD - shared_RD).max() > 0.01
@@ -125,10 +132,23 @@ def test_experts_are_combined_as_the_formula_says(x_RD):
         np.testing.assert_allclose(y_RD[r], sum(parts) + swiglu(x[r], *shared), atol=1e-5)
 
 
+def test_unused_rows_reach_no_expert_and_change_no_other_row(x_RD):
+    layer = moe()
+    routes = layer.route(OPS, x_RD)
+    used_R = jnp.arange(9) % 3 != 1
+    dirty_RD = jnp.where(used_R[:, None], x_RD, jnp.nan)
+    experts = jax.jit(lambda layer, *args: layer.experts(OPS, *args))
+    out_RkD = experts(layer, dirty_RD, routes.ids_Rk, used_R)
+    expected_RkD = experts(layer, x_RD, routes.ids_Rk, jnp.ones(9, bool))
+    np.testing.assert_allclose(out_RkD[used_R], expected_RkD[used_R], atol=1e-6)
+    assert not np.asarray(out_RkD[~used_R]).any()
+
+
 def test_bf16_keeps_its_dtype_and_the_router_stays_f32():
     cfg = SMALL.with_overrides(dtype="bfloat16")
     cache = LatentCache.empty(cfg, 1, 8)
-    assert {x.dtype.name for x in cache} == {"bfloat16"}
+    assert cache.latent_LPsC.dtype == cache.index_MPsJ.dtype == jnp.bfloat16
+    assert cache.cos_SW.dtype == cache.sin_SW.dtype == jnp.float32
     out = run(model_of(cfg), batch_of(ids(2, 12)))
     assert out.hidden_TD.dtype == jnp.bfloat16
     assert out.logits_TV.dtype == jnp.float32
@@ -136,6 +156,10 @@ def test_bf16_keeps_its_dtype_and_the_router_stays_f32():
     f32 = {name for name, value in layer.items() if value.dtype == jnp.float32}
     assert f32 == {"router_logits", "router_weights", "idx_scores"}
     assert np.isfinite(np.asarray(out.logits_TV)).all()
+    pinned = LatentCache.empty(cfg, 2, 12, contract=PINNED)
+    taps = run(model_of(cfg), batch_of(ids(2, 12)), pinned).taps["layer1"]
+    dtypes = {name: value.dtype for name, value in layer.items() if name != "idx_scores"}
+    assert {name: value.dtype for name, value in taps.items()} == dtypes | {"selected": jnp.int32}
     # Rounding flips choices between near-equal keys and experts: compare rows where it did not.
     wide, narrow = run(model_of(SMALL), batch_of(ids(2, 12))).taps["layer0"], out.taps["layer0"]
     same_T = np.all(np.asarray(wide["selected"]) == narrow["selected"], axis=-1).reshape(-1)

@@ -11,8 +11,8 @@ import pytest
 from glm_jax.config import GlmConfig
 from glm_jax.errors import GlmError
 from glm_jax.model import attention
-from glm_jax.parity import ParityReport, Reference, check_parity
-from glm_jax.parity.measure import boundary_gap, compare, max_abs, relative
+from glm_jax.parity import ParityReport, Reference, check_parity, passes
+from glm_jax.parity.measure import boundary_gap, compare, max_abs, relative, rows_that_differ
 from glm_jax.parity.names import PARTS, Part, collapse, expected_shapes
 from glm_jax.parity.report import MAX_ABS, Form
 from rl.cli import main as cli
@@ -61,14 +61,17 @@ def report_of(directory: Path, *runs: tuple[tuple[Part, ...], tuple[Form, ...]])
     return dataclasses.replace(reports[0], comparisons=every, absent=absent)
 
 
+THROUGH_THE_CACHE = (("prefill", "mtp", "decode"), ("pinned",))
+
+
 @pytest.fixture(scope="module")
 def glm5() -> ParityReport:
-    return report_of(GLM5, (PARTS, ("masked",)), (("prefill",), ("gathered",)))
+    return report_of(GLM5, (PARTS, ("masked",)), (("prefill",), ("gathered",)), THROUGH_THE_CACHE)
 
 
 @pytest.fixture(scope="module")
 def glm52() -> ParityReport:
-    return report_of(GLM52, (PARTS, ("gathered",)), (("prefill",), ("masked",)))
+    return report_of(GLM52, (PARTS, ("gathered",)), (("prefill",), ("masked",)), THROUGH_THE_CACHE)
 
 
 @pytest.mark.parametrize("directory, eps", [(GLM5, 1e-5), (GLM52, 1e-6)], ids=["glm5", "glm52"])
@@ -78,7 +81,13 @@ def test_fixture_matches_the_reference(request, directory, eps):
     assert (report.latent_norm_eps, report.latent_norm_eps_from) == (eps, "meta.json")
     # Far inside the bounds, so that a small mistake shows before it becomes a large one.
     assert report.worst.severity < 0.2
-    assert {x.name for x in report.comparisons} == arrays(directory).keys() - {"input_ids"}
+    every = arrays(directory).keys() - {"input_ids"}
+    assert {x.name for x in report.comparisons} == every
+    # Pinned numerics compute no index scores as a whole, and no gradients yet.
+    others = {x for x in every if ".idx_" in x or x.startswith("grad") or x == "loss"}
+    assert {x.name for x in report.comparisons if x.form == "pinned"} == every - others
+    pinned = [x for x in report.comparisons if x.form == "pinned"]
+    assert {x.group for x in pinned} >= {"index_sets", "routes", "decode", "mtp", "logits"}
 
 
 @pytest.mark.parametrize("directory", [GLM5, GLM52], ids=lambda x: x.name)
@@ -95,7 +104,7 @@ def test_command_prints_the_keys_and_leaves_with_0(monkeypatch, capsys, tmp_path
     assert 0 < report["max_abs_logit_diff"] < MAX_ABS
     assert report["compared"] == len(whole) - 1
     assert report["failures"] == report["not_finite"] == []
-    assert report["forms"] == ["masked", "gathered"]
+    assert report["forms"] == ["masked", "gathered", "pinned"]
 
 
 @pytest.fixture
@@ -122,7 +131,7 @@ def test_difference_is_exit_status_1(monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, *args, "--json") == 1
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is False and report["max_abs_logit_diff"] == pytest.approx(1, abs=1e-3)
-    assert report["failures"] == ["logits (gathered)", "logits (masked)"]
+    assert report["failures"] == ["logits (gathered)", "logits (masked)", "logits (pinned)"]
     assert run(monkeypatch, *args) == 1
     assert "parity does not hold" in capsys.readouterr().out
 
@@ -144,13 +153,21 @@ def test_absent_arrays_are_null_in_json(logits_only):
         assert report[key] is None
 
 
-@pytest.mark.parametrize("name", ["logits", "layer1.idx_scores", "layer2.selected"])
-def test_one_wrong_number_is_found(tmp_path, name):
+@pytest.mark.parametrize(
+    "name, form",
+    [
+        ("logits", "masked"),
+        ("layer1.idx_scores", "masked"),
+        ("layer2.selected", "masked"),
+        ("layer2.selected", "pinned"),
+    ],
+)
+def test_one_wrong_number_is_found(tmp_path, name, form):
     whole = {k: v for k, v in arrays(GLM5).items() if k in ("input_ids", "logits") or "layer" in k}
     wrong = whole[name].copy()
     wrong[1, 20, 3] = ~wrong[1, 20, 3] if wrong.dtype == bool else wrong[1, 20, 3] + 6e-4
     path = write(tmp_path, whole | {name: wrong}, {"latent_norm_eps": 1e-5})
-    report = check_parity(GLM5, path, parts=("prefill",), forms=("masked",))
+    report = check_parity(GLM5, path, parts=("prefill",), forms=(form,))
     assert [x.name for x in report.failures] == [name]
     assert not report.ok and report.worst.name == name
 
@@ -216,6 +233,13 @@ def test_gradient_norm_of_an_unknown_parameter_is_named(tmp_path):
         check_parity(GLM5, path, parts=("gradients",), forms=("masked",))
 
 
+def test_gradients_in_the_pinned_form_alone_are_an_error(tmp_path):
+    whole = arrays(GLM5)
+    path = write(tmp_path, {name: whole[name] for name in ("input_ids", "logits", "loss")})
+    with pytest.raises(GlmError, match="gradients are computed in native arithmetic; add masked"):
+        check_parity(GLM5, path, forms=("pinned",))
+
+
 @pytest.mark.parametrize(
     "meta, named",
     [
@@ -279,6 +303,19 @@ def test_boundary_gap_is_infinite_where_every_key_is_selected():
     scores = np.array([[[4.0, -np.inf, -np.inf], [1.0, 4.0, -np.inf], [3.0, -4.0, 1.0]]])
     assert boundary_gap(scores, 2).tolist() == [[np.inf, np.inf, 1.25]]
     assert np.isinf(boundary_gap(scores, 3)).all()
+
+
+def test_a_list_of_keys_that_is_no_selection_is_a_row_of_false():
+    n_keys = 6  # of a cache for more than the prompt's three tokens
+    sound = np.asarray([[[0, 6], [0, 1], [0, 2]]])
+    assert passes._as_mask(sound, 2, n_keys).tolist() == [
+        [[True, False, False], [True, True, False], [True, False, True]]
+    ]
+    for row, wrong in ((0, [6, 6]), (0, [0, 3]), (1, [1, 6]), (1, [0, 5]), (2, [1, 1])):
+        lists = sound.copy()
+        lists[0, row] = wrong
+        mask = passes._as_mask(lists, 2, n_keys)
+        assert rows_that_differ(mask, passes._as_mask(sound, 2, n_keys)) == 1
 
 
 def test_expected_names_are_those_of_the_reference_file():

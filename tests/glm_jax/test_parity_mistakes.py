@@ -19,13 +19,15 @@ from flax import nnx
 from glm_jax import forward
 from glm_jax.checkpoint.hub import load_hub
 from glm_jax.config import GlmConfig
-from glm_jax.model import GlmModel, attention, indexer, moe
+from glm_jax.model import GlmModel, attention, indexer, moe, select
 from glm_jax.model.attention import Attention
 from glm_jax.model.block import Block
 from glm_jax.model.moe import Moe
+from glm_jax.model.select import select_keys
 from glm_jax.numerics import primitives
 from glm_jax.params import leaves
 from glm_jax.parity import ParityReport, Reference, check_model, passes
+from glm_jax.parity.names import Part
 from glm_jax.parity.report import MAX_ABS
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
 from pallas_kernels.top_k_select.reference import select_ids_reference
@@ -43,7 +45,7 @@ class Subject:
     model: GlmModel
     reference: Reference
 
-    def check(self, model: GlmModel | None = None, part: str = "prefill") -> ParityReport:
+    def check(self, model: GlmModel | None = None, part: Part = "prefill") -> ParityReport:
         with jax.disable_jit():
             return check_model(
                 model or self.model, self.reference, parts=(part,), forms=("masked",)
@@ -84,7 +86,8 @@ def plain_kernels(monkeypatch) -> None:
     def mask_to_ids(mask_TS, k):
         return jnp.asarray(np.nonzero(np.asarray(mask_TS))[1].reshape(-1, k).astype(np.int32))
 
-    def experts(self, x_RD, ids_Rk):
+    def experts(self, ops, x_RD, ids_Rk, used_R):
+        assert np.asarray(used_R).all()
         ids_M = np.asarray(ids_Rk).reshape(-1)
         order_M, counts_E = np.argsort(ids_M), np.bincount(ids_M, minlength=self.router.shape[-1])
         gate_up_EDG = np.asarray(self.gate_up[...]).reshape(len(counts_E), x_RD.shape[1], -1)
@@ -95,7 +98,7 @@ def plain_kernels(monkeypatch) -> None:
         y_MD[order_M] = grouped_matmul_reference(hidden_MF, np.asarray(self.down[...]), counts_E)
         return jnp.asarray(y_MD).reshape(*ids_Rk.shape, -1)
 
-    monkeypatch.setattr(indexer, "select_mask", select_mask)
+    monkeypatch.setattr(select, "select_mask", select_mask)
     monkeypatch.setattr(moe, "select_mask", select_mask)
     monkeypatch.setattr(moe, "mask_to_ids", mask_to_ids)
     monkeypatch.setattr(Moe, "experts", experts)
@@ -152,9 +155,9 @@ def test_3_no_relu_before_the_head_sum(subject, monkeypatch):
 def test_4_index_queries_of_the_latent_before_its_norm(subject, monkeypatch):
     project = Attention.project
 
-    def wrong(self, x_RD, angles):
-        latent_RQ = primitives.product("rd,dq->rq", x_RD, self.q_a[...])
-        return project(self, x_RD, angles)._replace(query_latent_RQ=latent_RQ)
+    def wrong(self, ops, x_RD, angles):
+        latent_RQ = ops.matmul(x_RD, self.q_a[...])
+        return project(self, ops, x_RD, angles)._replace(query_latent_RQ=latent_RQ)
 
     monkeypatch.setattr(Attention, "project", wrong)
     report = subject.check()
@@ -163,7 +166,7 @@ def test_4_index_queries_of_the_latent_before_its_norm(subject, monkeypatch):
 
 
 def test_5_index_key_norm_as_rms_norm(subject, monkeypatch):
-    wrong = lambda x, gain, bias, eps: primitives.rms_norm(x, gain, eps)
+    wrong = lambda ops, x, gain, bias, eps: primitives.rms_norm(ops, x, gain, eps)
     monkeypatch.setattr(indexer, "layer_norm", wrong)
     report = subject.check()
     assert not report.index_sets_equal
@@ -193,8 +196,8 @@ def change_gates(monkeypatch, change) -> None:
     """Makes the router use `change(self, routes, scores of the chosen)` as combination weights."""
     route = Moe.route
 
-    def wrong(self, x_RD):
-        routes = route(self, x_RD)
+    def wrong(self, ops, x_RD):
+        routes = route(self, ops, x_RD)
         score_RE = jax.nn.sigmoid(routes.logits_RE)
         chosen_Rk = jnp.take_along_axis(score_RE, routes.ids_Rk, axis=1)
         return routes._replace(gates_Rk=change(self, routes, chosen_Rk))
@@ -230,9 +233,9 @@ def test_8_router_bias_in_bf16(subject):
 def test_9_shared_expert_scaled_like_the_routed_ones(subject, monkeypatch):
     combine = Moe.combine
 
-    def wrong(self, x_RD, expert_RkD, routes):
+    def wrong(self, ops, x_RD, expert_RkD, gates_Rk):
         surplus = self.cfg.routed_scaling_factor - 1.0
-        return combine(self, x_RD, expert_RkD, routes) + surplus * self.shared(x_RD)
+        return combine(self, ops, x_RD, expert_RkD, gates_Rk) + surplus * self.shared(ops, x_RD)
 
     monkeypatch.setattr(Moe, "combine", wrong)
     assert_broken(subject.check().max_abs_logit_diff, 3.8)
@@ -286,56 +289,41 @@ def test_11_mtp_takes_hidden_before_the_final_norm(subject, monkeypatch):
 
 
 def patch_shared_layers(monkeypatch, wrong) -> None:
-    """Makes shared layers call `wrong(block, full, *inputs)`.
+    """Makes shared layers attend the selection `wrong(block, full, stream, context, place)`.
 
-    `full` lists (block, inputs, output) of the full layers before it, `inputs` are those of
-    `Block._attend`.
+    `full` lists (block, selection) of the full layers before it.
     """
-    attend, full = Block._attend, []
+    run, full = Block.__call__, []
 
-    def replacement(self, *inputs):
+    def replacement(self, stream, cache, context, place):
         if self.indexer is None:
-            return wrong(self, full, *inputs)
-        full.append((self, inputs, attend(self, *inputs)))
-        return full[-1][2]
+            stream = stream._replace(selection=wrong(self, full, stream, context, place))
+            return run(self, stream, cache, context, place)
+        out = run(self, stream, cache, context, place)
+        full.append((self, out[0].selection))
+        return out
 
-    monkeypatch.setattr(Block, "_attend", replacement)
-
-
-def set_of_the_full_layer_before(attend):
-    def wrong(self, full, x_TD, selection, *rest):
-        return attend(self, x_TD, full[-2][2][1], *rest)
-
-    return wrong
+    monkeypatch.setattr(Block, "__call__", replacement)
 
 
-def set_of_the_first_layer(attend):
-    def wrong(self, full, x_TD, selection, *rest):
-        return attend(self, x_TD, full[0][2][1], *rest)
-
-    return wrong
+def set_of_the_full_layer_before(block, full, stream, context, place):
+    return full[-2][1]
 
 
-def every_key(attend):
-    def wrong(self, full, x_TD, selection, cache, context, *rest):
-        return attend(self, x_TD, context.causal_GRS, cache, context, *rest)
-
-    return wrong
+def set_of_the_first_layer(block, full, stream, context, place):
+    return full[0][1]
 
 
-def own_set_of_the_source_indexer(attend):
+def every_key(block, full, stream, context, place):
+    return context.causal_GRS
+
+
+def own_set_of_the_source_indexer(block, full, stream, context, place):
     """The last full layer's indexer, run anew on the shared layer's input."""
-
-    def wrong(self, full, x_TD, selection, cache, context, *rest):
-        source = full[-1][0].indexer
-        latent_TQ = self.attention.project(x_TD, context.angles).query_latent_RQ
-        query = source.project(x_TD, latent_TQ, context.angles)
-        batch = context.batch
-        key_GSJ = query.key_RJ.reshape(batch.n_groups, batch.rows, -1)
-        own, _ = self._select(query, key_GSJ, context)
-        return attend(self, x_TD, own, cache, context, *rest)
-
-    return wrong
+    x_TD, _, projected, _ = block._project(stream, context)
+    source, angles = full[-1][0].indexer, context.angles
+    query = source.project(context.ops, x_TD, projected.query_latent_RQ, angles)
+    return select_keys(block.cfg, context, query, query.key_RJ, place.index)[0]
 
 
 @pytest.mark.parametrize(
@@ -348,7 +336,7 @@ def own_set_of_the_source_indexer(attend):
     ],
 )
 def test_12_shared_layers_with_another_index_set(subject, monkeypatch, wrong):
-    patch_shared_layers(monkeypatch, wrong(Block._attend))
+    patch_shared_layers(monkeypatch, wrong)
     report = subject.check()
     shared = {f"layer{i}.selected" for i in (3, 4, 5, 7)}
     assert shared <= {x.name for x in report.failures}
@@ -357,12 +345,18 @@ def test_12_shared_layers_with_another_index_set(subject, monkeypatch, wrong):
 
 
 def test_12_shared_layers_share_attention_and_not_only_its_keys(subject, monkeypatch):
-    attend = Block._attend
+    output, of_full_layer = Block._output, []
 
-    def wrong(self, full, *inputs):
-        _, selection, cache = attend(self, *inputs)
-        return full[-1][2][0], selection, cache
+    def wrong(self, mixed_TNK, residual_TD, context):
+        y_TD, sum_TD, attended_TD = output(self, mixed_TNK, residual_TD, context)
+        if self.indexer is not None:
+            of_full_layer.append(attended_TD)
+            return y_TD, sum_TD, attended_TD
+        attended_TD, eps = of_full_layer[-1], self.cfg.rms_norm_eps
+        gain_D = self.post_norm[...]
+        pair = primitives.add_rms_norm(context.ops, residual_TD, attended_TD, gain_D, eps)
+        return *pair, attended_TD
 
-    patch_shared_layers(monkeypatch, wrong)
+    monkeypatch.setattr(Block, "_output", wrong)
     report = subject.check()
     assert report.max_abs_logit_diff > TOLERANCES * MAX_ABS

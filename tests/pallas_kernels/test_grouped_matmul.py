@@ -8,7 +8,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import grouped_matmul, plan_groups
+from pallas_kernels.grouped_matmul import grouped_matmul, plan_groups, xla
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
 
 TILE, K, N, E = 8, 24, 12, 5
@@ -24,11 +24,11 @@ COUNTS = {
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 
-@functools.partial(jax.jit, static_argnames="tile")
-def run(x_MK, w_EKN, counts_E, dy_MN, tile=TILE):
+@functools.partial(jax.jit, static_argnames=("tile", "product"))
+def run(x_MK, w_EKN, counts_E, dy_MN, tile=TILE, product=xla.product):
     """Product, dx and dw."""
     plan = plan_groups(counts_E, x_MK.shape[0] - tile, tile)
-    y_MN, back = jax.vjp(lambda x, w: grouped_matmul(x, w, plan, tile), x_MK, w_EKN)
+    y_MN, back = jax.vjp(lambda x, w: grouped_matmul(x, w, plan, tile, product), x_MK, w_EKN)
     return y_MN, *back(dy_MN)
 
 
@@ -84,6 +84,35 @@ def test_product_and_gradients_are_within_rounding_of_f64(name, dtype, rng):
         # f32 sums of `terms` products (twice over for their order), then one rounding.
         bound = 2 * terms * 2.0**-24 * size + ROUNDING[dtype] * np.abs(right)
         assert (np.abs(np.asarray(value, np.float64) - right) <= bound).all()
+
+
+def test_the_given_arithmetic_makes_the_product_and_dx_tile_by_tile(rng):
+    arrays, n_rows = make(rng, COUNTS["off the tile"]), sum(COUNTS["off the tile"])
+    shapes = set()
+
+    def doubled(x_RK, w_KN):
+        shapes.add((x_RK.shape, w_KN.shape))
+        return 2 * xla.product(x_RK, w_KN)
+
+    (y, dx, dw), (y2, dx2, dw2) = run(*arrays), run(*arrays, product=doubled)
+    assert shapes == {((TILE, K), (K, N)), ((TILE, N), (N, K))}
+    assert_bits_equal(2 * y[:n_rows], y2[:n_rows])
+    assert_bits_equal(2 * dx[:n_rows], dx2[:n_rows])
+    assert_bits_equal(dw, dw2)  # the weight gradient has an order of its own
+
+
+def test_the_arithmetic_is_in_f32_until_the_one_rounding(rng):
+    arrays = make(rng, COUNTS["even"], "bfloat16")
+    n_rows = sum(COUNTS["even"])
+
+    def shifted(x_RK, w_KN):
+        return xla.product(x_RK, w_KN) + 2.0**-12  # lost if the product came rounded
+
+    wide = np.asarray(exact(*arrays)[0]) + 2.0**-12
+    y_MN = np.asarray(run(*arrays, product=shifted)[0][:n_rows], np.float64)
+    assert (np.abs(y_MN - wide) <= ROUNDING["bfloat16"] * np.abs(wide) + 1e-4).all()
+    small = np.abs(wide) < 0.05
+    assert (y_MN[small] != np.asarray(run(*arrays)[0][:n_rows], np.float64)[small]).any()
 
 
 def test_jit_changes_nothing_but_rounding(rng):

@@ -1,12 +1,24 @@
-"""The `glm-jax bench forward` command, on a model too small to time."""
+"""The `glm-jax bench` commands, on programs that do nothing."""
 
+import importlib.util
 import json
 import sys
+from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
+import glm_jax.bench.decode
 import glm_jax.bench.forward
+import glm_jax.bench.measure
+import glm_jax.bench.score
+import glm_jax.bench.train
 from glm_jax.bench.gemm import GemmShape, gemm
+from glm_jax.bench.peer import Peer
+from glm_jax.bench.program import MODES, Program
+from glm_jax.bench.work import Rectangle
+from glm_jax.errors import GlmError
+from glm_jax.presets import preset
 from rl.cli import bench as verb
 from rl.cli import main as cli
 
@@ -15,18 +27,27 @@ PEER = """
 import json, sys
 work = json.loads(sys.argv[1])
 assert work["config"]["hidden_size"] == 64 and (work["batch"], work["length"]) == (1, 8)
-print(json.dumps({"other": "1"}), flush=True)
+print(json.dumps({"other": "1", "task": work["task"]}), flush=True)
 for request in sys.stdin:
     print(json.dumps({"wall_s": 1.0, "cpu_s": 1.0}), flush=True)
 """
 
 
+def nothing(mode):
+    return Program(contract=MODES[mode](), compile_s=1.0, run=lambda: (jnp.zeros(1), None))
+
+
 @pytest.fixture(autouse=True)
-def small_products(monkeypatch):
-    """Makes every dense product a small one: what it takes is of no interest here."""
-    monkeypatch.setattr(
-        glm_jax.bench.forward, "gemm", lambda shape, dtype: gemm(GemmShape(8, 8, 8), dtype)
-    )
+def no_work(monkeypatch):
+    """Makes programs that do nothing and small dense products: what they take is of no interest."""
+    both = {mode: nothing(mode) for mode in MODES}
+    room = glm_jax.bench
+    monkeypatch.setattr(room.forward, "programs", lambda *_: {"logits": nothing("native"), **both})
+    monkeypatch.setattr(room.score, "scoring_programs", lambda *_: both)
+    monkeypatch.setattr(room.train, "programs", lambda *_: both | {"native_remat": both["native"]})
+    monkeypatch.setattr(room.decode, "decode_program", lambda b, m, c, n: nothing(c.mode))
+    monkeypatch.setattr(room.decode.GlmModel, "init", lambda cfg: None)
+    monkeypatch.setattr(room.measure, "gemm", lambda shape, dtype: gemm(GemmShape(8, 8, 8), dtype))
 
 
 @pytest.fixture
@@ -34,7 +55,7 @@ def bench(monkeypatch, capsys):
     """Runs the command and returns its exit status, output and errors."""
 
     def run(*args: str) -> tuple[int | str | None, str, str]:
-        monkeypatch.setattr(sys, "argv", ["glm-jax", "bench", "forward", *args])
+        monkeypatch.setattr(sys, "argv", ["glm-jax", "bench", *args])
         with pytest.raises(SystemExit) as leaving:
             cli.main()
         return leaving.value.code, *capsys.readouterr()
@@ -42,11 +63,17 @@ def bench(monkeypatch, capsys):
     return run
 
 
-def test_json_has_figures_of_both_dtypes_and_nothing_else_on_stdout(bench, monkeypatch, tmp_path):
+@pytest.fixture
+def peer(monkeypatch, tmp_path):
+    """A peer that takes a second for everything."""
     program = tmp_path / "peer.py"
     program.write_text(PEER)
     monkeypatch.setattr(verb, "PEER", program)
-    status, out, _ = bench(*SIZE, "--json", "--peer-python", sys.executable)
+    return ("--peer-python", sys.executable)
+
+
+def test_json_has_figures_of_both_dtypes_and_nothing_else_on_stdout(bench, peer):
+    status, out, _ = bench("forward", *SIZE, "--json", *peer)
     figures = json.loads(out)
     assert status == 0
     assert figures["config"]["hidden_size"] == 64
@@ -59,20 +86,74 @@ def test_json_has_figures_of_both_dtypes_and_nothing_else_on_stdout(bench, monke
         assert result["ratio"]["median"] == result["tokens_per_s"] / 8.0
 
 
+@pytest.mark.parametrize("name", ["score", "train"])
+def test_the_peer_is_given_the_task_and_measured_beside_both_modes(name, bench, peer):
+    more = ("--micro-batch", "1") if name == "score" else ()
+    status, out, _ = bench(name, *SIZE, *more, "--json", "--dtype", "bfloat16", *peer)
+    figures = json.loads(out)
+    assert status == 0 and figures["versions"]["task"] == name
+    result = figures["results"]["bfloat16"]
+    assert result["peer"]["tokens_per_s"] == 8.0
+    assert (result["pinned"]["mode"], result["native"]["mode"]) == ("pinned", "native")
+    for ours in result["comparisons"]:
+        speed = result["comparisons"][ours]["peer"]["speed"]["median"]
+        assert speed == pytest.approx(result[ours]["tokens_per_s"] / 8.0)
+
+
+def test_decode_measures_the_sequences_asked_for(bench):
+    args = ("--sequences", "2", "--sequences", "5", "--context", "7", "--repeats", "1")
+    status, out, _ = bench("decode", "--config", "tiny", *args, "--json")
+    figures = json.loads(out)
+    assert status == 0 and (figures["sequences"], figures["context"]) == ([2, 5], 7)
+    assert list(figures["results"]["float32"]["steps"]) == ["2", "5"]
+
+
 def test_table_shows_rates_share_and_hardware(bench):
-    status, out, _ = bench(*SIZE, "--dtype", "float32")
+    status, out, _ = bench("forward", *SIZE, "--dtype", "float32")
     assert status == 0
     assert "forward of tiny, 1 x 8 tokens" in out
-    for line in ("tokens/s", "share of it", "best dense product", "CPUs; glm-jax"):
+    for line in (
+        "logits, tokens/s",
+        "share of the best dense product",
+        "pinned, time over native",
+        "CPUs; glm-jax",
+    ):
         assert line in out
     assert "transformers" not in out and "bfloat16" not in out
 
 
-def test_a_wrong_option_is_one_error_line_and_status_2(bench):
-    status, out, err = bench("--length", "5000")
+def test_tables_of_the_other_benches_name_what_they_compare(bench, peer):
+    _, out, _ = bench("train", *SIZE, "--dtype", "float32", *peer)
+    assert "pinned, time over native remat" in out
+    assert "native, speed over transformers" in out
+    _, out, _ = bench("decode", "--config", "tiny", "--repeats", "1", "--sequences", "3")
+    assert "3 x, pinned, tokens/s" in out and "3 x, pinned, time over native" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("forward", "--length", "5000"), "--length 5000: must be 1 to max_position_embeddings"),
+        (("score", "--micro-batch", "7"), "--micro-batch 7: does not divide --batch 64"),
+        (("decode", "--context", "300"), "--context 300: does not fit --capacity 256"),
+        (("train", "--repeats", "0"), "--repeats 0: must be at least 1"),
+    ],
+)
+def test_a_wrong_option_is_one_error_line_and_status_2(bench, args, text):
+    status, out, err = bench(*args)
     assert (status, out) == (2, "")
-    assert err == "error: --length 5000: must be 1 to max_position_embeddings = 2048\n"
+    assert err.startswith(f"error: {text}") and err.count("\n") == 1
 
 
-def test_peer_program_is_part_of_the_project():
-    assert verb.PEER.is_file()
+def test_peer_program_is_part_of_the_project_and_knows_every_task():
+    spec = importlib.util.spec_from_file_location("bench_transformers", verb.PEER)
+    assert spec is not None and spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    assert set(program.TASKS) == {"forward", "score", "train"}
+
+
+def test_peer_program_refuses_a_task_that_it_does_not_know():
+    work = Rectangle(cfg=preset("tiny"), batch=1, length=8).work_of_peer("sing")
+    with pytest.raises(GlmError, match="task 'sing' is unknown: use one of forward, score, train"):
+        Peer(Path(sys.executable), verb.PEER, work)

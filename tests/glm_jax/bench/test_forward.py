@@ -3,38 +3,32 @@
 import pytest
 
 import glm_jax.bench.forward as module
+from glm_jax.bench import measure
 from glm_jax.bench.forward import ForwardBench, bench_forward
-from glm_jax.bench.gemm import GemmShape
-from glm_jax.bench.timing import Sample
 from glm_jax.errors import GlmError
 from glm_jax.presets import preset
 from glm_jax.sizes import Sizes
+from tests.glm_jax.bench.fakes import SHAPES, FakePeer, fixed, second_of_gemm
 
 TINY = preset("tiny")
-SHAPES = (GemmShape(8, 8, 8), GemmShape(16, 4, 2))
 BENCH = ForwardBench(
     cfg=TINY, batch=2, length=5, dtypes=("float32",), repeats=3, gemm_shapes=SHAPES
 )
 
 
-class FakePeer:
-    """A peer that takes 3, 1, 4 seconds, and as much CPU."""
-
-    def __init__(self):
-        self.versions = {"torch": "9"}
-
-    def task(self, dtype):
-        seconds = iter((99.0, 3.0, 1.0, 4.0))
-        return lambda: (lambda s: Sample(wall_s=s, cpu_s=s))(next(seconds))
-
-
 @pytest.fixture
 def fixed_times(monkeypatch):
-    """Our forward takes 2 s and 4 s of CPU, each product 1 s and 1 s of CPU."""
-    monkeypatch.setattr(
-        module, "forward_task", lambda bench, dtype: lambda: Sample(wall_s=2.0, cpu_s=4.0)
-    )
-    monkeypatch.setattr(module, "gemm", lambda shape, dtype: lambda: Sample(wall_s=1.0, cpu_s=1.0))
+    """Our logits take 2 s and 4 s of CPU, each product 1 s and 1 s of CPU."""
+
+    def programs(bench, cfg):
+        return {
+            "logits": fixed("native", 2.0, 2.0, 2.0),
+            "pinned": fixed("pinned", 2.2, 3.0, 5.0),
+            "native": fixed("native", 2.0, 4.0, 5.0),
+        }
+
+    monkeypatch.setattr(module, "programs", programs)
+    monkeypatch.setattr(measure, "gemm", second_of_gemm)
 
 
 def test_rates_shares_and_ratios(fixed_times):
@@ -51,19 +45,34 @@ def test_rates_shares_and_ratios(fixed_times):
     assert result["cpu_ratio"] == {"median": 0.75, "min": 0.25, "max": 1.0}
 
 
+def test_pinned_and_native_stand_beside_each_other(fixed_times):
+    result = bench_forward(BENCH, peer=FakePeer())["results"]["float32"]
+    pinned, native = result["pinned"], result["native"]
+    assert (pinned["tokens_per_s"], native["tokens_per_s"]) == (10 / 3.0, 10 / 4.0)
+    assert (pinned["mode"], native["mode"]) == ("pinned", "native")
+    assert pinned["contract_digest"] != native["contract_digest"]
+    assert pinned["compile_s"] == native["compile_s"] == result["compile_s"] == 7.0
+    versus = result["comparisons"]["pinned"]["native"]
+    assert versus["overhead"] == {"median": 1.0, "min": 0.75, "max": 1.1}
+    assert versus["speed"] == {"median": 1.0, "min": 1 / 1.1, "max": 4 / 3}
+    assert result["comparisons"]["native"]["peer"]["speed"]["max"] == 1.5
+
+
 def test_keys_are_the_same_with_and_without_a_peer(fixed_times):
     alone, compared = bench_forward(BENCH), bench_forward(BENCH, peer=FakePeer())
     assert alone.keys() == compared.keys()
     alone_result, compared_result = (x["results"]["float32"] for x in (alone, compared))
     assert alone_result.keys() == compared_result.keys()
     assert alone_result["ratio"] is None and alone_result["peer_tokens_per_s"] is None
+    assert alone_result["comparisons"]["pinned"]["peer"] is None
     assert compared["versions"] == alone["versions"] | {"torch": "9"}
 
 
 def test_progress_names_dtype_and_round(fixed_times):
     steps = []
     bench_forward(BENCH, progress=steps.append)
-    assert steps == [f"float32: round {i} of 4" for i in (1, 2, 3, 4)]
+    rounds = [f"float32: round {i} of 4" for i in (1, 2, 3, 4)]
+    assert steps == ["float32: compiling", *rounds]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,137 @@
+"""Packing sequences for training, and the canonical order of their chunks."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from glm_jax.batch import TokenBatch
+from glm_jax.config import GlmConfig
+from glm_jax.errors import GlmError
+from glm_jax.numerics.contract import NumericsContract
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainBatch:
+    """Packed sequences, each in consecutive rows from its first token on."""
+
+    batch: TokenBatch
+    targets_T: Int[Array, "T"]
+    """Token whose log-probability each row is scored for."""
+    start_n: Int[Array, "n"]
+    """First row of each chunk, in canonical order; chunks never span sequences."""
+    length_n: Int[Array, "n"]
+    """Valid rows of each chunk."""
+    origin_n: Int[Array, "n"]
+    """Row of the first token of the chunk's sequence."""
+    n_chunks: Int[Array, ""]
+    max_length: int = dataclasses.field(metadata={"static": True})
+    """Longest sequence that fits (the cache's capacity a slot)."""
+    n_slots: int = dataclasses.field(metadata={"static": True})
+    """Sequences that fit."""
+
+
+def canonical_order(sequences: Sequence[np.ndarray]) -> list[int]:
+    """Order of sequences by content: independent of how the caller listed or packed them.
+
+    Equal sequences have equal gradients only under equal weights of their tokens; the trainer sorts
+    the full data (tokens, targets, coefficients), of which this is the key.
+    """
+    return sorted(range(len(sequences)), key=lambda i: (len(sequences[i]), sequences[i].tobytes()))
+
+
+def pack(
+    cfg: GlmConfig,
+    contract: NumericsContract,
+    sequences: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray],
+    *,
+    n_rows: int,
+    max_length: int,
+    placement: Sequence[int] | None = None,
+) -> tuple[TrainBatch, list[slice]]:
+    """Packs sequences into `n_rows` rows.
+
+    Args:
+        cfg: the model's config.
+        contract: its `token_leaf` is the chunk size.
+        sequences: token ids, in canonical order.
+        targets: for each sequence, the id that each position is scored for.
+        n_rows: rows of the batch (a bucket); the rest is padding.
+        max_length: bucket of the longest sequence.
+        placement: order in which the sequences are laid out (default: as given). It changes no bit
+            of any gradient.
+
+    Returns:
+        The batch, and for each sequence the rows it occupies.
+
+    Raises:
+        GlmError: something does not fit, or lengths differ.
+    """
+    placement = range(len(sequences)) if placement is None else placement
+    _check(cfg, sequences, targets, n_rows, max_length, placement)
+    ids, positions, slots, scored = (np.zeros(n_rows, np.int32) for _ in range(4))
+    valid = np.zeros(n_rows, bool)
+    rows: list[slice] = [slice(0)] * len(sequences)
+    at = 0
+    for slot, i in enumerate(placement):
+        n = len(sequences[i])
+        rows[i] = slice(at, at + n)
+        ids[rows[i]], scored[rows[i]] = sequences[i], targets[i]
+        positions[rows[i]], slots[rows[i]], valid[rows[i]] = np.arange(n), slot, True
+        at += n
+    chunks = [
+        (first, min(contract.token_leaf, r.stop - first), r.start)
+        for r in rows
+        for first in range(r.start, r.stop, contract.token_leaf)
+    ]
+    # A power of two, so that few shapes are compiled.
+    table = np.zeros((_power_of_two(len(chunks)), 3), np.int32)
+    table[: len(chunks)] = chunks
+    batch = TokenBatch(*map(jnp.asarray, (ids, positions, slots, valid)))
+    start, length, origin = map(jnp.asarray, table.T)
+    count = jnp.asarray(len(chunks), jnp.int32)
+    packed = TrainBatch(
+        batch,
+        jnp.asarray(scored),
+        start,
+        length,
+        origin,
+        count,
+        max_length=max_length,
+        n_slots=_power_of_two(len(sequences)),
+    )
+    return packed, rows
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _check(cfg, sequences, targets, n_rows, max_length, placement):
+    if not sequences or len(sequences) != len(targets):
+        raise GlmError(
+            f"sequences: {len(sequences)} with {len(targets)} targets; need one target array for "
+            "each of at least one sequence"
+        )
+    if sorted(placement) != list(range(len(sequences))):
+        raise GlmError(f"placement: {list(placement)} is no permutation of the sequences")
+    for i, (sequence, target) in enumerate(zip(sequences, targets, strict=True)):
+        if len(sequence) != len(target) or not len(sequence):
+            raise GlmError(
+                f"targets[{i}]: {len(target)} for {len(sequence)} tokens; give one a token"
+            )
+        if len(sequence) > max_length:
+            raise GlmError(
+                f"sequences[{i}]: {len(sequence)} tokens, max_length is {max_length}; raise it"
+            )
+        for name, ids in (("sequences", sequence), ("targets", target)):
+            if np.min(ids) < 0 or np.max(ids) >= cfg.vocab_size:
+                raise GlmError(f"{name}[{i}]: ids must be 0 to {cfg.vocab_size - 1}")
+    total = sum(map(len, sequences))
+    if total > n_rows:
+        raise GlmError(f"sequences: {total} tokens do not fit n_rows = {n_rows}; use more batches")

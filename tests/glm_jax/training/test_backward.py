@@ -1,0 +1,215 @@
+"""Gradients through the one forward: right, and the same bits however the work is cut."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from glm_jax.batch import TokenBatch
+from glm_jax.errors import GlmError
+from glm_jax.forward import forward
+from glm_jax.head import token_logprobs
+from glm_jax.model import GlmModel
+from glm_jax.numerics.contract import NumericsContract
+from glm_jax.params import leaves
+from glm_jax.presets import preset
+from glm_jax.training import accumulate, backward, pack
+
+# A scanned pair of sparse layers behind a dense one: every kind of block, few bodies to compile.
+CFG = preset("tiny").with_overrides(
+    num_hidden_layers=3,
+    first_k_dense_replace=1,
+    mlp_layer_types=("dense", "sparse", "sparse"),
+    indexer_types=("full", "shared", "shared"),
+    num_nextn_predict_layers=0,
+)
+LENGTHS = (40, 17, 64, 33)
+MAX_LENGTH, N_ROWS, N_LEVELS = 64, 256, 5
+
+
+@functools.cache
+def contract():
+    return NumericsContract(token_leaf=32)
+
+
+@functools.cache
+def model(dtype="float32"):
+    return GlmModel.init(CFG.with_overrides(dtype=dtype))
+
+
+@functools.cache
+def data():
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, CFG.vocab_size, n) for n in LENGTHS]
+    coefficients = [rng.standard_normal(n).astype(np.float32) for n in LENGTHS]
+    return sequences, [np.roll(x, -1) for x in sequences], coefficients
+
+
+FORWARD = jax.jit(backward.train_forward, static_argnums=2)
+BACKWARD = jax.jit(backward.backward, static_argnums=5)
+
+
+def run(batches, dtype="float32", model_=None):
+    """Gradients and logprobs over batches of (sequence numbers, placement)."""
+    m = model_ or model(dtype)
+    sequences, targets, coefficients = data()
+    state, logprobs = backward.initial(m, N_LEVELS), {}
+    for numbers, placement in batches:
+        train, rows = pack.pack(
+            m.cfg,
+            contract(),
+            [sequences[i] for i in numbers],
+            [targets[i] for i in numbers],
+            n_rows=N_ROWS,
+            max_length=MAX_LENGTH,
+            placement=placement,
+        )
+        # As many slots and chunks in every batch, so that one program serves all.
+        train = dataclasses.replace(train, n_slots=4)
+        logprob_T, saved = FORWARD(m, train, contract())
+        d_T = np.zeros(N_ROWS, np.float32)
+        for i, r in zip(numbers, rows, strict=True):
+            d_T[r] = coefficients[i]
+            logprobs[i] = np.asarray(logprob_T)[r]
+        state = BACKWARD(m, train, saved, jnp.asarray(d_T), state, contract())
+    return jax.device_get(backward.gradients(m, state)), logprobs
+
+
+@functools.cache
+def whole(dtype="float32"):
+    return run([(range(4), None)], dtype)
+
+
+def same_bits(a, b):
+    return all(np.array_equal(a[k].view(np.uint32), b[k].view(np.uint32)) for k in a)
+
+
+def test_gradients_equal_those_of_stock_autodiff_to_rounding():
+    sequences, targets, coefficients = data()
+    batch = TokenBatch.from_sequences(CFG, sequences)
+    target, coefficient = np.zeros((2, 4, MAX_LENGTH), np.float32)
+    for i, n in enumerate(LENGTHS):
+        target[i, :n], coefficient[i, :n] = targets[i], coefficients[i]
+    target_T = jnp.asarray(target.reshape(-1), jnp.int32)
+    graphdef, params, rest = nnx.split(model(), nnx.Param, ...)
+
+    @jax.jit
+    def gradient(params):
+        def loss(params):
+            m = nnx.merge(graphdef, params, rest)
+            logprob_T = token_logprobs(m, forward(m, batch).hidden_TD, target_T)
+            return jnp.sum(
+                jnp.where(coefficient.reshape(-1) != 0, logprob_T * coefficient.reshape(-1), 0.0)
+            )
+
+        return jax.grad(loss)(params)
+
+    stock = {path: np.asarray(variable[...]) for path, variable in leaves(gradient(params))}
+    ours, _ = whole()
+    for path, expected in stock.items():
+        if "indexer" in path:
+            assert not expected.any() and path not in ours
+            continue
+        error = np.linalg.norm(ours[path] - expected) / np.linalg.norm(expected)
+        assert error < 1e-5, (path, error)
+    assert set(ours) == {path for path in stock if "indexer" not in path}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [(range(4), (2, 0, 3, 1))],
+        [((0, 1), (1, 0)), ((2, 3), None)],
+        [((0,), None), ((1,), None), ((2,), None), ((3,), None)],
+    ],
+    ids=["placement", "two microbatches", "four microbatches"],
+)
+def test_no_gradient_bit_depends_on_packing_or_microbatches(batches, dtype):
+    expected, logprobs = whole(dtype)
+    got, again = run(batches, dtype)
+    assert same_bits(got, expected)
+    for i in logprobs:
+        assert np.array_equal(again[i].view(np.uint32), logprobs[i].view(np.uint32))
+
+
+def test_another_order_of_the_sequences_does_change_bits():
+    # The control: were the sums insensitive to order, the test above would prove nothing.
+    expected, _ = whole()
+    got, _ = run([((3, 2), None), ((1, 0), None)])
+    assert not same_bits(got, expected)
+    for path, value in expected.items():
+        assert np.allclose(got[path], value, rtol=1e-3, atol=1e-3 * np.abs(value).max())
+
+
+def test_an_expert_without_tokens_gets_a_gradient_of_exactly_plus_zero():
+    # A bias that no score can outweigh sends every token to experts 0 to 3.
+    graphdef, state = nnx.split(nnx.clone(model()))
+    for path, variable in leaves(state):
+        if path.endswith("router_bias"):
+            bias = np.zeros(variable.shape, np.float32)
+            bias[..., :4] = 50.0
+            variable.set_value(jnp.asarray(bias))
+    got, _ = run([(range(4), None)], model_=nnx.merge(graphdef, state))
+    for path, value in got.items():
+        if path.endswith(("feed_forward.gate_up", "feed_forward.down")) and value.shape[1] == 16:
+            unused = value[:, 4:]
+            assert not unused.view(np.uint32).any(), path
+            assert value[:, :4].any()
+
+
+def test_rows_of_other_sequences_and_padding_do_not_reach_a_gradient():
+    sequences, targets, coefficients = data()
+    alone, _ = run([((2,), None)])
+    train, rows = pack.pack(
+        CFG, contract(), [sequences[2], sequences[0]], [targets[2], targets[0]],
+        n_rows=N_ROWS, max_length=MAX_LENGTH, placement=(1, 0),
+    )  # fmt: skip
+    train = dataclasses.replace(train, n_slots=4)
+    # Only the first sequence's chunks are walked; the neighbour stands in the rows before it.
+    train = dataclasses.replace(train, n_chunks=jnp.asarray(2, jnp.int32))
+    _, saved = FORWARD(model(), train, contract())
+    d_T = np.full(N_ROWS, np.nan, np.float32)
+    d_T[rows[0]] = coefficients[2]
+    state = BACKWARD(
+        model(), train, saved, jnp.asarray(d_T), backward.initial(model(), N_LEVELS), contract()
+    )
+    assert same_bits(jax.device_get(backward.gradients(model(), state)), alone)
+
+
+def test_the_counter_adds_like_the_balanced_tree():
+    rng = np.random.default_rng(1)
+    for n in range(1, 14):
+        x = (rng.standard_normal((n, 5)) * np.exp2(rng.integers(-12, 12, (n, 5)))).astype(
+            np.float32
+        )
+        levels = accumulate.empty(jnp.zeros(5), 4)
+        for i in range(n):
+            levels = accumulate.push(levels, jnp.int32(i), jnp.asarray(x[i]))
+        level = list(x)
+        while len(level) > 1:
+            level = [
+                level[i] + level[i + 1] if i + 1 < len(level) else level[i]
+                for i in range(0, len(level), 2)
+            ]
+        assert np.array_equal(accumulate.total(levels, jnp.int32(n)), level[0])
+    assert not np.array_equal(np.add.reduce(x, axis=0, dtype=np.float32), level[0])
+
+
+def test_pack_refuses_what_does_not_fit():
+    sequences, targets, _ = data()
+    sizes = {"n_rows": N_ROWS, "max_length": MAX_LENGTH}
+    for message, args in {
+        "need one target": ([], [], sizes),
+        "raise it": (sequences, targets, sizes | {"max_length": 63}),
+        "use more batches": (sequences, targets, sizes | {"n_rows": 128}),
+        "no permutation": (sequences, targets, sizes | {"placement": [0, 0, 1, 2]}),
+        "give one a token": (sequences, targets[1:] + targets[:1], sizes),
+        "ids must be 0 to 159": (sequences, [t + 100 for t in targets], sizes),
+    }.items():
+        with pytest.raises(GlmError, match=message):
+            pack.pack(CFG, contract(), args[0], args[1], **args[2])
