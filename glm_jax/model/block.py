@@ -71,13 +71,13 @@ class Block(nnx.Module):
             place: this layer's numbers in the cache.
         """
         x_TD, residual_TD, projected, query = self._project(stream, context)
-        latent, index = projected.latent_RC, None if query is None else query.key_RJ
+        latent, selection, scores = projected.latent_RC, stream.selection, None
         if cache is not None:
-            cache = _store(cache, context, place, latent, index)
-            latent, index = cache.latent_LPsC, cache.index_MPsJ
-        selection, scores = stream.selection, None
+            cache = _store(cache, context, place, projected, query)
+            latent = cache.latent_LPsC
         if query is not None:
-            selection, scores = select_keys(self.cfg, context, query, index, place.index)
+            keys = query.key_RJ if cache is None else cache.index_MPsJ
+            selection, scores = select_keys(self.cfg, context, query, keys, place.index)
         mixed_TNK = mix(self.cfg, context, projected.query_RNC, latent, place.latent, selection)
         y_TD, residual_TD, attended_TD = self._output(mixed_TNK, residual_TD, context)
         out_TD, routes = self._feed_forward(y_TD, context)
@@ -164,15 +164,20 @@ class Block(nnx.Module):
 
 
 def _store(
-    cache: LatentCache, context: Context, place: Place, latent_TC: Array, index_TJ: Array | None
+    cache: LatentCache,
+    context: Context,
+    place: Place,
+    projected: Projected,
+    query: IndexQuery | None,
 ) -> LatentCache:
     """Writes the tokens' own rows into their pages."""
-    latent = write_rows(cache.latent_LPsC, place.latent, context.rows_T, latent_TC)
+    rows_T = context.rows_T
+    assert rows_T is not None, "a context made for a cache has rows"
+    latent = write_rows(cache.latent_LPsC, place.latent, rows_T, projected.latent_RC)
     cache = cache.replace(latent_LPsC=latent)
-    if index_TJ is None:
+    if query is None:
         return cache
-    index = write_rows(cache.index_MPsJ, place.index, context.rows_T, index_TJ)
-    return cache.replace(index_MPsJ=index)
+    return cache.replace(index_MPsJ=write_rows(cache.index_MPsJ, place.index, rows_T, query.key_RJ))
 
 
 def first_stream(cfg: GlmConfig, embedded_TD: Array, context: Context) -> Stream:

@@ -91,8 +91,11 @@ def index_scores(
 
 def weigh_heads(dot_xIS: Array, weight_xI: Array, width: int) -> Array:
     """`sum_i w_i relu(dot_i * J^-0.5)`, heads ascending: the order is spelled out."""
-    score_xS = None
-    for i in range(weight_xI.shape[-1]):
-        active_xS = jax.nn.relu(dot_xIS[..., i, :] * width**-0.5) * weight_xI[..., i, None]
-        score_xS = active_xS if score_xS is None else score_xS + active_xS
+
+    def head(i):
+        return jax.nn.relu(dot_xIS[..., i, :] * width**-0.5) * weight_xI[..., i, None]
+
+    score_xS = head(0)
+    for i in range(1, weight_xI.shape[-1]):
+        score_xS = score_xS + head(i)
     return score_xS

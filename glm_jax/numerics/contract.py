@@ -103,7 +103,10 @@ class NumericsContract:
                 f"numerics contract: fields {odd} are unknown or missing; it was written by "
                 "another version of glm-jax"
             )
-        plain = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        plain: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
         return cls(**plain)
 
 

@@ -6,21 +6,12 @@ balanced tree over all leaves (`numerics.trees.tree_sum`), whatever batches they
 time at most log2(n) partial sums are held.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
-
-
-class TreeSum(NamedTuple):
-    """Partial sums of the leaves so far."""
-
-    levels: Any
-    """Pytree of `[levels, ...]` f32 arrays: entry i holds a sum of 2^i leaves if bit i is set."""
-    count: Int[Array, ""]
-    """Leaves so far."""
 
 
 def empty(like: Any, n_levels: int, lead: int = 0) -> Any:

@@ -13,7 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from glm_jax.numerics.arithmetic import batched_dot
 
 
-def listed_mask(ids_ck: Int[Array, "c k"], n_keys: int, padding: int) -> Bool[Array, "c S"]:
+def listed_mask(
+    ids_ck: Int[Array, "c k"], n_keys: int, padding: int | Int[Array, ""]
+) -> Bool[Array, "c S"]:
     """Marks the listed keys; ids from `padding` on are no keys."""
     row_ck = jnp.broadcast_to(jnp.arange(ids_ck.shape[0])[:, None], ids_ck.shape)
     id_ck = jnp.where(ids_ck < padding, ids_ck, n_keys)

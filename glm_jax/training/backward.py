@@ -2,8 +2,8 @@
 
 A chunk is up to `token_leaf` tokens of one sequence, in a tile of fixed shape. Its weight gradients
 are one leaf of the tree (`accumulate`); its row gradients depend on its own sequence only. So no
-bit of any gradient depends on packing, on the number of microbatches, or on the other sequences.
-The values that the loss reads are the forward's own; what is recomputed here only forms derivatives.
+bit of any gradient depends on packing, on the number of microbatches or on the other sequences. The
+values that the loss reads are the forward's own; what is recomputed here only forms derivatives.
 """
 
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ class GradientState(NamedTuple):
     segments: list[Any]
     head: Any
     embed_VD: Float[Array, "V D"]
-    count: Array
+    n_chunks: Array
     """Chunks so far."""
 
 
@@ -82,11 +82,11 @@ def initial(model: GlmModel, n_levels: int) -> GradientState:
 def gradients(model: GlmModel, state: GradientState) -> dict[str, Array]:
     """The summed gradients by parameter path, f32. What no loss reaches is absent."""
     named: dict[str, Array] = {"embed": state.embed_VD}
-    head = accumulate.total(state.head, state.count)
+    head = accumulate.total(state.head, state.n_chunks)
     named["final_norm"], named["lm_head"] = head["final_norm"], head["lm_head"]
     for s, blocks in enumerate(state.segments):
         for b, levels in enumerate(blocks):
-            summed = accumulate.total(levels, state.count, lead=1)
+            summed = accumulate.total(levels, state.n_chunks, lead=1)
             for half in summed:
                 for name, variable in leaves(half):
                     named[f"segments.{s}.blocks.{b}.{name}"] = variable[...]
@@ -102,7 +102,7 @@ def backward(
     contract: NumericsContract,
 ) -> GradientState:
     """Adds a batch's gradients, given the derivative of the loss by each log-probability."""
-    walk = _Walk(model, train, contract, state.count)
+    walk = _Walk(model, train, contract, state.n_chunks)
     last = saved.layers[-1][-1]
     stream = (last["residual"][-1], last["mlp_out"][-1])
     d_stream, head = walk.head(stream, d_logprob_T, state.head)
@@ -118,7 +118,7 @@ def backward(
             model.segments[s], first, saved.layers[s], d_stream, state.segments[s]
         )
     embed_VD = walk.embed(d_stream[0], state.embed_VD)
-    return GradientState(segments, head, embed_VD, state.count + train.n_chunks)
+    return GradientState(segments, head, embed_VD, state.n_chunks + train.n_chunks)
 
 
 BEFORE_MIXING = ("input_norm", "q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "k_up")
@@ -133,7 +133,7 @@ def _before_mixing(path: tuple, variable: Any) -> bool:
     return path[-1] in BEFORE_MIXING and isinstance(variable, nnx.Param)
 
 
-def _split(block: Block) -> tuple[Any, Any, Any, Any, Any]:
+def _split(block: Block) -> tuple[Any, ...]:
     """Graph, indexer, parameters before the mixing, those after it, and the rest."""
     return nnx.split(block, _frozen, _before_mixing, nnx.Param, ...)
 
@@ -176,13 +176,18 @@ class _Walk:
 
         return jax.tree.map(rows, whole, part)
 
-    def transpose(self, region, params, rows, d_out, levels):
-        """Gradients of a region: of its rows `[T + spare, ...]` and, as leaves, of its params."""
+    def transpose(self, region, params, rows, d_out, levels, given):
+        """Transposes `region(params, (rows, given), mine)` over all chunks.
+
+        Returns:
+            Gradients of `rows`, and `levels` with a leaf of parameter gradients a chunk. `given`
+            (rotation, targets) has no gradient.
+        """
 
         def body(i, carry):
             levels, d_rows = carry
-            (part, d_part), mine = self.cut(i, (rows, d_out))
-            _, pull = jax.vjp(lambda p, r: region(p, r, mine), params, part)
+            (part, fixed, d_part), mine = self.cut(i, (rows, given, d_out))
+            _, pull = jax.vjp(lambda p, r: region(p, (r, fixed), mine), params, part)
             d_params, d_part = pull(d_part)
             levels = accumulate.push(levels, self.count + i, d_params)
             return levels, self.paste(i, d_rows, d_part, mine)
@@ -193,33 +198,20 @@ class _Walk:
         return jax.tree.map(lambda x: x[:n], d_rows), levels
 
     def head(self, stream, d_logprob_T, levels):
-        target_T = self.train.targets_T
+        """Transposes final norm, head and log-softmax; logits are held for one chunk at a time."""
 
         def region(params, rows, mine):
-            residual_RD, branch_RD = rows
+            (residual_RD, branch_RD), target_R = rows
             hidden_RD, _ = add_rms_norm(
                 self.ops, residual_RD, branch_RD, params["final_norm"], self.cfg.rms_norm_eps
             )
-            return self.ops.matmul(hidden_RD, params["lm_head"], out=jnp.float32)
-
-        def with_targets(params, rows, mine):
-            logits_RV = region(params, rows[0], mine)
-            chosen_R = jnp.take_along_axis(logits_RV, rows[1][:, None], axis=1)[:, 0]
+            logits_RV = self.ops.matmul(hidden_RD, params["lm_head"], out=jnp.float32)
+            chosen_R = jnp.take_along_axis(logits_RV, target_R[:, None], axis=1)[:, 0]
             return chosen_R - jax.nn.logsumexp(logits_RV, axis=-1)
 
-        def body(i, carry):
-            levels, d_rows = carry
-            (part, target_R, d_R), mine = self.cut(i, (stream, target_T, d_logprob_T))
-            params = _head_params(self.model)
-            _, pull = jax.vjp(lambda p, r: with_targets(p, (r, target_R), mine), params, part)
-            d_params, d_part = pull(d_R)
-            levels = accumulate.push(levels, self.count + i, d_params)
-            return levels, self.paste(i, d_rows, d_part, mine)
-
-        zero = jax.tree.map(lambda x: _pad(jnp.zeros_like(x), self.spare), stream)
-        levels, d_rows = lax.fori_loop(0, self.train.n_chunks, body, (levels, zero))
-        n = self.train.batch.n_tokens
-        return jax.tree.map(lambda x: x[:n], d_rows), levels
+        return self.transpose(
+            region, _head_params(self.model), stream, d_logprob_T, levels, self.train.targets_T
+        )
 
     def segment(self, segment, first, saved, d_stream, levels):
         """Transposes a segment's layers, last to first."""
@@ -252,7 +244,7 @@ class _Walk:
 
         def after(late, rows, mine):
             block = nnx.merge(graphdef, indexer, early, late, rest)
-            residual_RD, branch_RD, mixed_RNK = rows
+            (residual_RD, branch_RD, mixed_RNK), _ = rows
             residual_RD = (residual_RD.astype(jnp.float32) + branch_RD.astype(jnp.float32)).astype(
                 residual_RD.dtype
             )
@@ -260,17 +252,17 @@ class _Walk:
 
         def before(early, rows, mine):
             block = nnx.merge(graphdef, indexer, early, late, rest)
-            residual_RD, branch_RD, angles = rows
+            (residual_RD, branch_RD), angles = rows
             x_RD, _ = add_rms_norm(self.ops, residual_RD, branch_RD, block.input_norm[...], eps)
-            projected = block.attention.project(self.ops, x_RD, lax.stop_gradient(angles))
+            projected = block.attention.project(self.ops, x_RD, angles)
             return projected.query_RNC, projected.latent_RC
 
         (d_residual, d_branch, d_mixed), late_levels = self.transpose(
-            after, late, (*start, saved["mixed"]), d_stream, levels[1]
+            after, late, (*start, saved["mixed"]), d_stream, levels[1], ()
         )
         d_query, d_latent = self.mixing(saved, d_mixed)
-        (d_residual_2, d_branch_2, _), early_levels = self.transpose(
-            before, early, (*start, self.angles), (d_query, d_latent), levels[0]
+        (d_residual_2, d_branch_2), early_levels = self.transpose(
+            before, early, start, (d_query, d_latent), levels[0], self.angles
         )
         d_start = (d_residual + d_residual_2, d_branch + d_branch_2)
         return d_start, (early_levels, late_levels)

@@ -92,7 +92,9 @@ def pack(
     # A power of two, so that few shapes are compiled.
     table = np.zeros((_power_of_two(len(chunks)), 3), np.int32)
     table[: len(chunks)] = chunks
-    batch = TokenBatch(*map(jnp.asarray, (ids, positions, slots, valid)))
+    batch = TokenBatch(
+        jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(slots), jnp.asarray(valid)
+    )
     start, length, origin = map(jnp.asarray, table.T)
     count = jnp.asarray(len(chunks), jnp.int32)
     packed = TrainBatch(
