@@ -8,6 +8,7 @@ block, so that tokens x vocabulary is never held unless the logits themselves ar
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -69,7 +70,11 @@ def score(
     def region(hidden_RD, target_R):
         return _score_rows(model, ops, hidden_RD, target_R, top, logits)
 
-    return ops.rows(region, n_used, hidden_TD, targets_T)
+    n_rows = hidden_TD.shape[0]
+    extra = ops.bucket(n_rows) - n_rows
+    hidden_TD, targets_T = jnp.pad(hidden_TD, ((0, extra), (0, 0))), jnp.pad(targets_T, (0, extra))
+    scores = ops.rows(region, n_used, hidden_TD, targets_T)
+    return jax.tree.map(lambda x: x[:n_rows], scores) if extra else scores
 
 
 def token_logprobs(

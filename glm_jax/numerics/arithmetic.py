@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from glm_jax.errors import GlmError
 from glm_jax.numerics.contract import NumericsContract
 from glm_jax.numerics.trees import tree_sum
 
@@ -120,6 +121,10 @@ class Arithmetic:
             return region(*args)
         total = jax.tree.leaves(args)[0].shape[0]
         tile = self.row_tile(total)
+        if total % tile:
+            raise GlmError(
+                f"rows: {total} are no whole tiles of {tile}; pad the batch to {self.bucket(total)}"
+            )
 
         def part(i):
             return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * tile, tile, 0), args)
