@@ -63,16 +63,9 @@ class NumericsContract:
                 raise GlmError(f"{name}: {tiles}; need ascending, different sizes of at least 2")
             if any(tile % tiles[0] for tile in tiles):
                 raise GlmError(f"{name}: {tiles}; each must be a multiple of the smallest")
-        for name in (
-            "k_leaf",
-            "column_block",
-            "column_pad",
-            "sum_width",
-            "key_block",
-            "vocab_block",
-        ):
-            if getattr(self, name) < 1:
-                raise GlmError(f"{name}: {getattr(self, name)}; must be positive")
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value < 1:
+                raise GlmError(f"{name}: {value}; must be positive")
 
     @property
     def pinned(self) -> bool:
