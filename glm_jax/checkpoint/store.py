@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from glm_jax.checkpoint.directories import check_free
-from glm_jax.checkpoint.numerics import compare_contracts, contract_to_json
 from glm_jax.checkpoint.hub import Shardings, place_leaves, with_leaves
+from glm_jax.checkpoint.numerics import compare_contracts, contract_to_json
 from glm_jax.config import GlmConfig
 from glm_jax.errors import GlmError
 from glm_jax.model import GlmModel
