@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from glm_jax.errors import GlmError
-from glm_jax.invariance.bisect import FirstUnequal, bisect
+from glm_jax.invariance.bisection import FirstUnequal, bisect
 from glm_jax.invariance.observations import HIDDEN, LAYER_OUT, Observations
 from glm_jax.invariance.phases import PHASES, REFERENCE, Phase
 from glm_jax.invariance.program import Notice, Programs

@@ -131,7 +131,7 @@ def _vectors(draw: _Draw) -> Iterator[Operation]:
     model = materialise(GlmModel(_two_layers(draw.dtype)), 0)
     targets = jnp.asarray(draw.rng.integers(0, 512, draw.n_rows), jnp.int32)
     yield Operation(
-        name="log-probability (512 words)",
+        name="log-probability of 512",
         rows=(draw(256), targets),
         shared=model,
         stock=_stock_logprob,
@@ -220,14 +220,14 @@ def _experts(draw: _Draw) -> Iterator[Operation]:
         return layer.experts(ops, x_MD, ids_Mk, used_M)
 
     yield Operation(
-        name="expert products (16, 4 a row)",
+        name="expert products, 4 a row",
         rows=(x, ids_Mk),
         shared=layer,
         stock=_stock_experts,
         pinned=pinned,
     )
     combine = _region(
-        "combining 4 experts and the shared one",
+        "combining the experts",
         (x, draw(4, 256), gates_Mk, ids_Mk),
         layer,
         lambda ops, layer, x, y, gates, ids: layer.combine(ops, x, y, gates),

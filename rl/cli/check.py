@@ -155,7 +155,7 @@ def bisect(
     if dtype is Dtype.BOTH:
         raise GlmError("--dtype both: a bisection is of one dtype; use float32 or bfloat16")
     use_compile_cache()
-    from glm_jax.invariance.bisect import bisect_model
+    from glm_jax.invariance import bisect_model
     from glm_jax.numerics.contract import NumericsContract
 
     contract = NumericsContract(mode=numerics.value)

@@ -8,6 +8,8 @@ import typer
 from rl.cli.bench import Dtype
 
 if TYPE_CHECKING:  # importing it would import jax
+    from rich.table import Table
+
     from glm_jax.numerics.survey import Changes, Survey
 
 
@@ -36,29 +38,33 @@ def ops(
 
 def _print(result: "Survey") -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
-    table = Table(
-        title=f"elements that differ from those among {result.reference_rows:,} rows",
-        title_justify="left",
-        title_style="bold",
-    )
-    priced = list(result.lines[0].price)
-    table.add_column("operation")
-    table.add_column("dtype")
-    headers = ("compared", "stock", "at rows", "pinned", *(f"price, {m:,} rows" for m in priced))
-    for header in headers:
-        table.add_column(header, justify="right")
-    for line in result.lines:
-        price = (f"{line.price[m]:.2f}" for m in priced)
-        compared = f"{line.stock.compared:,}"
-        counts = (f"{line.stock.unequal:,}", _span(line.stock), f"{line.pinned.unequal:,}")
-        table.add_row(line.name, line.dtype, compared, *counts, *price)
-    console.print(table)
+    for dtype in dict.fromkeys(line.dtype for line in result.lines):
+        console.print(_table(result, dtype))
     console.print("price: CPU seconds, pinned over stock; of small operations, a rough figure")
     verdict = "[green]no pinned bit changes[/]" if result.ok else "[red]the survey failed[/]"
     console.print(f"{verdict}; contract {result.contract.digest}", style="bold")
+
+
+def _table(result: "Survey", dtype: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(
+        title=f"{dtype}: elements unlike those among {result.reference_rows:,} rows",
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("operation", no_wrap=True)
+    priced = list(result.lines[0].price)
+    for header in ("stock", "at rows", "pinned", *(f"price {m}" for m in priced)):
+        table.add_column(header, justify="right")
+    for line in result.lines:
+        if line.dtype == dtype:
+            price = (f"{line.price[m]:.2f}" for m in priced)
+            counts = (f"{line.stock.unequal:,}", _span(line.stock), f"{line.pinned.unequal:,}")
+            table.add_row(line.name, *counts, *price)
+    return table
 
 
 def _span(changes: "Changes") -> str:

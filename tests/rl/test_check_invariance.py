@@ -6,9 +6,8 @@ import sys
 import pytest
 
 import glm_jax.invariance
-import glm_jax.invariance.bisect
 from glm_jax.invariance import Bisection, Invariance
-from glm_jax.invariance.bisect import FirstUnequal, Part
+from glm_jax.invariance.bisection import FirstUnequal, Part
 from glm_jax.invariance.check import Count
 from glm_jax.invariance.compile_cache import use_compile_cache
 from rl.cli import check as verb
@@ -51,7 +50,7 @@ def command(monkeypatch, capsys):
         return Bisection(phases=phases, n_tokens=500, unequal=counts, first=FIRST if bad else None)
 
     monkeypatch.setattr(glm_jax.invariance, "check_invariance", check_invariance)
-    monkeypatch.setattr(glm_jax.invariance.bisect, "bisect_model", bisect_model)
+    monkeypatch.setattr(glm_jax.invariance, "bisect_model", bisect_model)
     monkeypatch.setattr(verb, "_load", lambda model, dtype: dtype)
 
     def run(*args: str):

@@ -6,8 +6,14 @@ import json
 import pytest
 
 from glm_jax.errors import GlmError
-from glm_jax.invariance import PHASES, VARIANTS, Invariance, bisect, check_invariance
-from glm_jax.invariance.bisect import bisect_model
+from glm_jax.invariance import (
+    PHASES,
+    VARIANTS,
+    Invariance,
+    bisect,
+    bisect_model,
+    check_invariance,
+)
 from glm_jax.invariance.check import Count
 from glm_jax.invariance.trial import Sizes
 from glm_jax.numerics.contract import NumericsContract
@@ -32,6 +38,7 @@ def test_every_bit_is_equal_in_every_phase_and_the_control_is_not(dtype):
     assert report["contract_digest"] == PINNED.digest
 
 
+@pytest.mark.usefixtures("quick")
 def test_native_arithmetic_fails_the_check():
     few = {name: PHASES[name] for name in ("prefill", "decode")}
     result = check_invariance(model_of(TWO), trials=1, contract=NATIVE, phases=few, sizes=SIZES)
@@ -71,6 +78,7 @@ def test_each_reason_to_fail_is_a_sentence(changes, text):
     assert problem.startswith(text)
 
 
+@pytest.mark.usefixtures("quick")
 def test_only_phases_that_ran_are_listed():
     calls = []
 

@@ -8,8 +8,7 @@ import pytest
 import glm_jax.head
 import glm_jax.model.moe
 import glm_jax.model.select
-from glm_jax.invariance import PHASES, bisect, check, check_invariance, needle_trials, variant
-from glm_jax.invariance.program import Programs
+from glm_jax.invariance import PHASES, bisect, check_invariance, needle_trials, variant
 from glm_jax.model.moe import Moe
 from glm_jax.numerics.arithmetic import Arithmetic, dot
 from tests.glm_jax.invariance.models import LAST, SIZES, TWO, trial_of
@@ -81,13 +80,6 @@ def another_vocabulary_block(patch):
         return right(model, ops, hidden_RD, *args)
 
     patch.setattr(glm_jax.head, "_score_rows", score_rows)
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """No control, and no comparison after every layer: they need programs of their own."""
-    monkeypatch.setattr(check, "LAYERED", ())
-    monkeypatch.setattr(check, "_control", lambda model, *_: (Programs(model, PINNED), 1))
 
 
 @pytest.mark.usefixtures("quick")
