@@ -13,6 +13,8 @@ from glm_jax.invariance.compile_cache import use_compile_cache
 from rl.cli import check as verb
 from rl.cli import main as cli
 
+pytestmark = pytest.mark.slow
+
 FIRST = FirstUnequal(1, "mix", 2, 17, ("prefill", "mixed"))
 
 
