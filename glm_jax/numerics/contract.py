@@ -25,7 +25,7 @@ class NumericsContract:
 
     mode: Mode = "pinned"
     row_tiles: tuple[int, ...] = (8, 64, 256, 1024)
-    """Rows a region may process at once. All give the same bits: see `numerics/proof.py`."""
+    """Rows a region may process at once. All give the same bits: `check invariance` proves it."""
     expert_tiles: tuple[int, ...] = (8, 64, 256)
     """Rows of one expert processed at once."""
     k_leaf: int = 256
