@@ -80,18 +80,12 @@ class Arithmetic:
         """
         if x_RNI.dtype != w_NIO.dtype:
             raise TypeError(f"matmul_by_head: operands are {x_RNI.dtype} and {w_NIO.dtype}")
-        width = w_NIO.shape[-1]
-        if self.contract.pinned:
-            pad = -width % self.contract.column_pad
-            w_NIO = jnp.pad(w_NIO, ((0, 0), (0, 0), (0, pad)))
-        y_NRO = jnp.einsum(
-            "nri,nio->nro",
-            jnp.swapaxes(x_RNI, 0, 1),
-            w_NIO,
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        return jnp.swapaxes(y_NRO[..., :width].astype(x_RNI.dtype), 0, 1)
+        heads_NRI = jnp.swapaxes(x_RNI, 0, 1)
+        if not self.contract.pinned:
+            y_NRO = batched_dot("nri,nio->nro", heads_NRI, w_NIO)
+        else:
+            y_NRO = pinned_by_head(heads_NRI, w_NIO, self.contract)
+        return jnp.swapaxes(y_NRO.astype(x_RNI.dtype), 0, 1)
 
     def row_tile(self, n_rows: int) -> int:
         """Rows a region processes at once, for a batch of `n_rows`."""
@@ -180,6 +174,24 @@ def pinned_matmul(x_RK: Array, w_KN: Array, contract: NumericsContract) -> Float
             wide = dot(x, jnp.pad(block, ((0, 0), (0, pad))) if pad else block)
             blocks.append(wide[:, :n_columns] if pad else wide)
         leaves.append(jnp.concatenate(blocks, axis=1) if len(blocks) > 1 else blocks[0])
+    return tree_sum(leaves)
+
+
+def pinned_by_head(x_NRI: Array, w_NIO: Array, contract: NumericsContract) -> Array:
+    """`x[n] @ w[n]` in leaves of K and blocks of N, in every dtype and for every number of rows.
+
+    Wider products by head were seen to change with the number of rows in both dtypes.
+    """
+    leaves = []
+    for k in range(0, w_NIO.shape[1], contract.k_leaf):
+        blocks = []
+        for n in range(0, w_NIO.shape[2], contract.column_block):
+            w = w_NIO[:, k : k + contract.k_leaf, n : n + contract.column_block]
+            width, pad = w.shape[2], -w.shape[2] % contract.column_pad
+            x = x_NRI[:, :, k : k + contract.k_leaf]
+            wide = batched_dot("nri,nio->nro", x, jnp.pad(w, ((0, 0), (0, 0), (0, pad))))
+            blocks.append(wide[..., :width])
+        leaves.append(jnp.concatenate(blocks, axis=2) if len(blocks) > 1 else blocks[0])
     return tree_sum(leaves)
 
 
