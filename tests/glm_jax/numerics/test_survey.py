@@ -80,6 +80,7 @@ def test_no_library_fusion_of_the_forward_holds_an_exponential():
     # 0.12.0.1 (docs/numerics.md): a select between them keeps them apart.
     cfg = preset("tiny").with_overrides(
         num_hidden_layers=2,
+        first_k_dense_replace=1,
         mlp_layer_types=("dense", "sparse"),
         indexer_types=("full", "shared"),
         num_nextn_predict_layers=0,
