@@ -12,13 +12,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from glm_jax.model import GlmModel
 from glm_jax.numerics.arithmetic import Arithmetic, native
 
 LANES = 16
 """Columns that carry the old maximum beside a block: a full vector of every CPU."""
+
+
+WORD = 32
+"""Vocabulary entries a word of `Shaping.kept_TW` speaks of."""
+
+
+class Shaping(NamedTuple):
+    """The distribution that a token is sampled from, where it is not the model's own.
+
+    Sampler and trainer score it by the same region, so that a ratio of their probabilities is
+    exactly 1 under any temperature and filter.
+    """
+
+    temperature_T: Float[Array, "T"]
+    """Logits are divided by it; 1 changes no bit. Never 0: greedy choice has no distribution."""
+    kept_TW: UInt32[Array, "T W"] | None = None
+    """Bit v % 32 of word v // 32 says that id v may be sampled; W = ceil(V / 32). None: all may."""
 
 
 class Scores(NamedTuple):
@@ -54,6 +71,7 @@ def score(
     *,
     top: int = 0,
     logits: bool = False,
+    shaping: Shaping | None = None,
 ) -> Scores:
     """Scores the first `n_used` rows.
 
@@ -65,15 +83,19 @@ def score(
         n_used: rows that matter.
         top: how many of the most likely tokens to return.
         logits: also return all logits (for sampling: a few rows only).
+        shaping: score the distribution under a temperature and a kept set instead of the model's
+            own; everything returned is then of that one. An id that is not kept has -inf.
     """
 
-    def region(hidden_RD, target_R):
-        return _score_rows(model, ops, hidden_RD, target_R, top, logits)
+    def region(hidden_RD, target_R, shaping_R):
+        return _score_rows(model, ops, hidden_RD, target_R, shaping_R, top, logits)
 
     n_rows = hidden_TD.shape[0]
     extra = ops.bucket(n_rows) - n_rows
-    hidden_TD, targets_T = jnp.pad(hidden_TD, ((0, extra), (0, 0))), jnp.pad(targets_T, (0, extra))
-    scores = ops.rows(region, n_used, hidden_TD, targets_T)
+    args = (hidden_TD, targets_T, shaping)
+    if extra:
+        args = jax.tree.map(lambda x: jnp.pad(x, ((0, extra),) + ((0, 0),) * (x.ndim - 1)), args)
+    scores = ops.rows(region, n_used, *args)
     return jax.tree.map(lambda x: x[:n_rows], scores) if extra else scores
 
 
@@ -88,7 +110,19 @@ def token_logprobs(
     return score(model, ops or native(), hidden_TD, targets_T, n_used).target_T
 
 
-def _score_rows(model, ops, hidden_RD, target_R, top, logits) -> Scores:
+def shape_logits(logit_RB: Array, id_B: Array, shaping: Shaping | None) -> Array:
+    """Logits of the ids `id_B` under a temperature and a kept set; as they are without one."""
+    if shaping is None:
+        return logit_RB
+    shaped_RB = logit_RB / shaping.temperature_T[:, None]
+    if shaping.kept_TW is None:
+        return shaped_RB
+    bit_1B = (id_B % WORD).astype(jnp.uint32)[None, :]
+    kept_RB = (shaping.kept_TW[:, id_B // WORD] >> bit_1B) & jnp.uint32(1) == 1
+    return jnp.where(kept_RB, shaped_RB, -jnp.inf)
+
+
+def _score_rows(model, ops, hidden_RD, target_R, shaping_R, top, logits) -> Scores:
     n_rows, width = hidden_RD.shape[0], model.cfg.vocab_size
     block = min(ops.contract.vocab_block, width)
     w_DV = model.lm_head[...]
@@ -98,7 +132,7 @@ def _score_rows(model, ops, hidden_RD, target_R, top, logits) -> Scores:
         start = jnp.minimum(j * block, width - block)
         w_DB = lax.dynamic_slice_in_dim(w_DV, start, block, 1)
         id_B = start + jnp.arange(block, dtype=jnp.int32)
-        raw_RB = ops.product(hidden_RD, w_DB)
+        raw_RB = shape_logits(ops.product(hidden_RD, w_DB), id_B, shaping_R)
         # The last block may reach back into the one before: each column counts once.
         logit_RB = jnp.where((id_B >= j * block)[None, :], raw_RB, -jnp.inf)
         peak_R = lax.stop_gradient(jnp.maximum(carry.peak_R, jnp.max(logit_RB, axis=1)))

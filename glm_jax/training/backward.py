@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from glm_jax.cache import LatentCache, rope_table
 from glm_jax.forward import forward
-from glm_jax.head import score
+from glm_jax.head import Shaping, score, shape_logits
 from glm_jax.model import GlmModel
 from glm_jax.model.block import Block
 from glm_jax.numerics.arithmetic import Arithmetic
@@ -55,7 +55,9 @@ def train_forward(
     cache = LatentCache.empty(model.cfg, train.n_slots, train.max_length, contract=contract)
     out = forward(model, train.batch, cache, taps=True)
     ops = Arithmetic(contract)
-    scores = score(model, ops, out.hidden_TD, train.targets_T, train.batch.n_used)
+    scores = score(
+        model, ops, out.hidden_TD, train.targets_T, train.batch.n_used, shaping=train.shaping
+    )
     layers, first = [], 0
     for segment in model.segments:
         period, repeats = len(segment.layout.pattern), segment.layout.repeats
@@ -201,17 +203,18 @@ class _Walk:
         """Transposes final norm, head and log-softmax; logits are held for one chunk at a time."""
 
         def region(params, rows, mine):
-            (residual_RD, branch_RD), target_R = rows
+            (residual_RD, branch_RD), (target_R, shaping_R) = rows
             hidden_RD, _ = add_rms_norm(
                 self.ops, residual_RD, branch_RD, params["final_norm"], self.cfg.rms_norm_eps
             )
-            logits_RV = self.ops.matmul(hidden_RD, params["lm_head"], out=jnp.float32)
+            raw_RV = self.ops.matmul(hidden_RD, params["lm_head"], out=jnp.float32)
+            id_V = jnp.arange(raw_RV.shape[1], dtype=jnp.int32)
+            logits_RV = shape_logits(raw_RV, id_V, _unshaped_where(~mine, shaping_R))
             chosen_R = jnp.take_along_axis(logits_RV, target_R[:, None], axis=1)[:, 0]
             return chosen_R - jax.nn.logsumexp(logits_RV, axis=-1)
 
-        return self.transpose(
-            region, _head_params(self.model), stream, d_logprob_T, levels, self.train.targets_T
-        )
+        given = (self.train.targets_T, self.train.shaping)
+        return self.transpose(region, _head_params(self.model), stream, d_logprob_T, levels, given)
 
     def segment(self, segment, first, saved, d_stream, levels):
         """Transposes a segment's layers, last to first."""
@@ -310,6 +313,16 @@ class _Walk:
             return embed_VD.at[place_R].set(old_RD + sum_RD, mode="drop")
 
         return lax.fori_loop(0, self.train.n_chunks, body, embed_VD)
+
+
+def _unshaped_where(other_R: Array, shaping: Shaping | None) -> Shaping | None:
+    """Rows of no chunk get a distribution too: a NaN would outlive its zero derivative."""
+    if shaping is None:
+        return None
+    kept_TW = shaping.kept_TW
+    if kept_TW is not None:
+        kept_TW = jnp.where(other_R[:, None], jnp.uint32(0xFFFFFFFF), kept_TW)
+    return Shaping(jnp.where(other_R, 1.0, shaping.temperature_T), kept_TW)
 
 
 def _pad(x: Array, n: int) -> Array:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 from glm_jax.batch import TokenBatch
 from glm_jax.config import GlmConfig
 from glm_jax.errors import GlmError
+from glm_jax.head import Shaping
 from glm_jax.numerics.contract import NumericsContract
 
 
@@ -33,6 +34,8 @@ class TrainBatch:
     """Longest sequence that fits (the cache's capacity a slot)."""
     n_slots: int = dataclasses.field(metadata={"static": True})
     """Sequences that fit."""
+    shaping: Shaping | None = None
+    """What the targets were sampled from, where it is not the model's own distribution."""
 
 
 def canonical_order(sequences: Sequence[np.ndarray]) -> list[int]:
@@ -53,6 +56,7 @@ def pack(
     n_rows: int,
     max_length: int,
     placement: Sequence[int] | None = None,
+    shaping: Sequence[Shaping] | None = None,
 ) -> tuple[TrainBatch, list[slice]]:
     """Packs sequences into `n_rows` rows.
 
@@ -65,6 +69,8 @@ def pack(
         max_length: bucket of the longest sequence.
         placement: order in which the sequences are laid out (default: as given). It changes no bit
             of any gradient.
+        shaping: for each sequence, the temperatures and kept sets of its positions (host arrays);
+            kept sets for all sequences or for none.
 
     Returns:
         The batch, and for each sequence the rows it occupies.
@@ -106,8 +112,31 @@ def pack(
         count,
         max_length=max_length,
         n_slots=_power_of_two(len(sequences)),
+        shaping=None if shaping is None else _shaping(shaping, rows, n_rows),
     )
     return packed, rows
+
+
+def _shaping(shaping: Sequence[Shaping], rows: list[slice], n_rows: int) -> Shaping:
+    """Rows of no sequence keep everything at temperature 1."""
+    temperature_T = np.ones(n_rows, np.float32)
+    kept = [one.kept_TW for one in shaping]
+    kept_TW = None
+    if kept[0] is not None:
+        kept_TW = np.full((n_rows, kept[0].shape[1]), 0xFFFFFFFF, np.uint32)
+    for i, (row, one) in enumerate(zip(rows, shaping, strict=True)):
+        n = row.stop - row.start
+        if len(one.temperature_T) != n or np.min(one.temperature_T) <= 0:
+            raise GlmError(
+                f"shaping[{i}]: needs {n} temperatures above 0, one a token; give 1 where the "
+                "model's own distribution is meant"
+            )
+        if (one.kept_TW is None) != (kept_TW is None):
+            raise GlmError(f"shaping[{i}]: kept sets must be given for all sequences or for none")
+        temperature_T[row] = one.temperature_T
+        if kept_TW is not None:
+            kept_TW[row] = one.kept_TW
+    return Shaping(jnp.asarray(temperature_T), None if kept_TW is None else jnp.asarray(kept_TW))
 
 
 def _power_of_two(n: int) -> int:

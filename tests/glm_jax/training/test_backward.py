@@ -12,7 +12,7 @@ from flax import nnx
 from glm_jax.batch import TokenBatch
 from glm_jax.errors import GlmError
 from glm_jax.forward import forward
-from glm_jax.head import token_logprobs
+from glm_jax.head import Shaping
 from glm_jax.model import GlmModel
 from glm_jax.numerics.contract import NumericsContract
 from glm_jax.params import leaves
@@ -53,7 +53,23 @@ FORWARD = jax.jit(backward.train_forward, static_argnums=2)
 BACKWARD = jax.jit(backward.backward, static_argnums=5)
 
 
-def run(batches, dtype="float32", model_=None):
+@functools.cache
+def shaping(kept=True, hot=0.6):
+    """Temperatures and kept sets of every position; a kept set always holds the target."""
+    rng = np.random.default_rng(2)
+    shapes = []
+    for target in data()[1]:
+        n, v = len(target), CFG.vocab_size
+        mask = np.ones((n, v), bool) if not kept else rng.random((n, v)) < 0.5
+        mask[np.arange(n), target] = True
+        words = np.packbits(mask, axis=1, bitorder="little").view(np.uint32)
+        temperature = np.full(n, hot, np.float32)
+        temperature[::3] = 1.0
+        shapes.append(Shaping(temperature, words))
+    return shapes
+
+
+def run(batches, dtype="float32", model_=None, shapes=None):
     """Gradients and logprobs over batches of (sequence numbers, placement)."""
     m = model_ or model(dtype)
     sequences, targets, coefficients = data()
@@ -67,6 +83,7 @@ def run(batches, dtype="float32", model_=None):
             n_rows=N_ROWS,
             max_length=MAX_LENGTH,
             placement=placement,
+            shaping=None if shapes is None else [shapes[i] for i in numbers],
         )
         # As many slots and chunks in every batch, so that one program serves all.
         train = dataclasses.replace(train, n_slots=4)
@@ -88,20 +105,31 @@ def same_bits(a, b):
     return all(np.array_equal(a[k].view(np.uint32), b[k].view(np.uint32)) for k in a)
 
 
-def test_gradients_equal_those_of_stock_autodiff_to_rounding():
+@pytest.mark.parametrize("shaped", [False, True], ids=["own distribution", "shaped"])
+def test_gradients_equal_those_of_stock_autodiff_to_rounding(shaped):
     sequences, targets, coefficients = data()
     batch = TokenBatch.from_sequences(CFG, sequences)
     target, coefficient = np.zeros((2, 4, MAX_LENGTH), np.float32)
     for i, n in enumerate(LENGTHS):
         target[i, :n], coefficient[i, :n] = targets[i], coefficients[i]
     target_T = jnp.asarray(target.reshape(-1), jnp.int32)
+    shapes = shaping() if shaped else None
+    temperature, mask = np.ones((4, MAX_LENGTH)), np.ones((4, MAX_LENGTH, CFG.vocab_size), bool)
+    for i, one in enumerate(shapes or []):
+        temperature[i, : LENGTHS[i]] = one.temperature_T
+        bits = np.unpackbits(one.kept_TW.view(np.uint8), axis=1, bitorder="little")
+        mask[i, : LENGTHS[i]] = bits[:, : CFG.vocab_size] == 1
+    temperature_T1 = temperature.reshape(-1, 1).astype(np.float32)
+    mask_TV = mask.reshape(-1, CFG.vocab_size)
     graphdef, params, rest = nnx.split(model(), nnx.Param, ...)
 
     @jax.jit
     def gradient(params):
         def loss(params):
             m = nnx.merge(graphdef, params, rest)
-            logprob_T = token_logprobs(m, forward(m, batch).hidden_TD, target_T)
+            logits_TV = m.logits(forward(m, batch).hidden_TD) / temperature_T1
+            logprob_TV = jax.nn.log_softmax(jnp.where(mask_TV, logits_TV, -jnp.inf))
+            logprob_T = jnp.take_along_axis(logprob_TV, target_T[:, None], axis=1)[:, 0]
             return jnp.sum(
                 jnp.where(coefficient.reshape(-1) != 0, logprob_T * coefficient.reshape(-1), 0.0)
             )
@@ -109,7 +137,7 @@ def test_gradients_equal_those_of_stock_autodiff_to_rounding():
         return jax.grad(loss)(params)
 
     stock = {path: np.asarray(variable[...]) for path, variable in leaves(gradient(params))}
-    ours, _ = whole()
+    ours, _ = run([(range(4), None)], shapes=shapes) if shaped else whole()
     for path, expected in stock.items():
         if "indexer" in path:
             assert not expected.any() and path not in ours
@@ -144,6 +172,16 @@ def test_another_order_of_the_sequences_does_change_bits():
     assert not same_bits(got, expected)
     for path, value in expected.items():
         assert np.allclose(got[path], value, rtol=1e-3, atol=1e-3 * np.abs(value).max())
+
+
+def test_temperature_1_and_a_kept_set_of_all_change_no_bit():
+    expected, logprobs = whole()
+    got, again = run([(range(4), None)], shapes=shaping(kept=False, hot=1.0))
+    assert same_bits(got, expected)
+    for i in logprobs:
+        assert np.array_equal(again[i].view(np.uint32), logprobs[i].view(np.uint32))
+    hot, _ = run([(range(4), None)], shapes=shaping(kept=False))
+    assert not same_bits(hot, expected)
 
 
 def test_an_expert_without_tokens_gets_a_gradient_of_exactly_plus_zero():
@@ -210,6 +248,16 @@ def test_pack_refuses_what_does_not_fit():
         "no permutation": (sequences, targets, sizes | {"placement": [0, 0, 1, 2]}),
         "give one a token": (sequences, targets[1:] + targets[:1], sizes),
         "ids must be 0 to 159": (sequences, [t + 100 for t in targets], sizes),
+        "needs 40 temperatures above 0": (
+            sequences,
+            targets,
+            sizes | {"shaping": [Shaping(np.zeros(40, np.float32))] * 4},
+        ),
+        "for all sequences or for none": (
+            sequences,
+            targets,
+            sizes | {"shaping": [*shaping()[:3], Shaping(np.ones(33, np.float32))]},
+        ),
     }.items():
         with pytest.raises(GlmError, match=message):
             pack.pack(CFG, contract(), args[0], args[1], **args[2])
