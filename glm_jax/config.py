@@ -152,7 +152,7 @@ class GlmConfig:
         except OSError as error:
             raise GlmError(f"{file}: cannot be read ({error}); check its permissions") from error
         except (ValueError, RecursionError) as error:
-            remedy = "copy the file again, or correct it"
+            remedy = "copy the file again, correct it, or give a checkpoint's directory"
             raise GlmError(f"{file}: is not valid JSON ({error}); {remedy}") from error
         if not isinstance(raw, dict):
             kind = type(raw).__name__

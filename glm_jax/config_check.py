@@ -8,6 +8,7 @@ from glm_jax.config_fields import (
     DTYPES,
     FLOATS,
     INDEXER_TYPES,
+    LARGEST_SIZE,
     MLP_TYPES,
     OPTIONAL_INTS,
     SIZES,
@@ -38,6 +39,9 @@ def check(values: Mapping[str, Any], problems: Problems) -> None:
     checker.tokens()
 
 
+_LACKING = "is missing or null"
+
+
 class _Checker:
     def __init__(self, values: Mapping[str, Any], problems: Problems) -> None:
         self.values = values
@@ -55,9 +59,10 @@ class _Checker:
         for field in SIZES:
             value = self.values.get(field)
             if value is None:
-                self.bad(field, "is missing", "give the whole number the model was trained with")
-            elif not is_int(value) or value < 1:
-                self.bad(field, "must be a whole number of at least 1", "correct it")
+                remedy = "give the whole number the model was trained with"
+                self.bad(field, _LACKING, remedy)
+            elif not is_int(value) or not 1 <= value <= LARGEST_SIZE:
+                self.bad(field, f"must be a whole number from 1 to {LARGEST_SIZE}", "correct it")
         for field, least in OPTIONAL_INTS.items():
             value = self.values.get(field)
             if value is not None and (not is_int(value) or value < least):
@@ -68,7 +73,7 @@ class _Checker:
         for field in FLOATS:
             value = self.values.get(field)
             if value is None:
-                self.bad(field, "is missing", "give the number the model was trained with")
+                self.bad(field, _LACKING, "give the number the model was trained with")
             elif not is_number(value) or not _finite_above_zero(value):
                 remedy = "correct it (a JSON number, not a string)"
                 self.bad(field, "must be a finite number above 0", remedy)
@@ -97,7 +102,7 @@ class _Checker:
         if count is None:
             if kinds is None or isinstance(kinds, tuple):
                 remedy = "give it or mlp_layer_types (the published models have 3 dense layers)"
-                self.bad(field, "is missing", remedy)
+                self.bad(field, _LACKING, remedy)
         elif not is_int(count) or count < 0:
             remedy = "give the number of dense layers"
             self.bad(field, "must be a whole number of at least 0", remedy)
@@ -110,7 +115,7 @@ class _Checker:
         if kinds is None:
             # Nothing to add when the field it would follow from is itself the mistake.
             if layers is not None and given_by not in self.problems:
-                self.bad(field, "is missing", f"give {wanted} for each layer")
+                self.bad(field, _LACKING, f"give {wanted} for each layer")
         elif not isinstance(kinds, tuple):
             self.bad(field, "must be a list with one entry per layer", f"use {wanted}")
         elif unknown := [kind for kind in kinds if kind not in allowed]:

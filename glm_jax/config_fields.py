@@ -38,6 +38,9 @@ SIZES = (
     "max_position_embeddings",
 )
 
+LARGEST_SIZE = 2**31 - 1
+"""Sizes and ids are 32-bit integers in every program."""
+
 # Finite numbers above 0.
 FLOATS = (
     "routed_scaling_factor",
@@ -83,11 +86,17 @@ def describe(field: str, value: object, reason: str, remedy: str) -> str:
     return f"{field} = {shown}: {reason}; {remedy}"
 
 
+SHOWN = 20
+"""Offending fields listed before "and N more"."""
+
+
 def report(source: str, problems: Problems) -> str:
-    """The text of an error that lists every offending field."""
+    """The text of an error that lists the offending fields."""
     if len(problems) == 1:
         return f"{source}: {next(iter(problems.values()))}"
-    lines = "".join(f"\n  - {text}" for text in problems.values())
+    lines = "".join(f"\n  - {text}" for text in list(problems.values())[:SHOWN])
+    if len(problems) > SHOWN:
+        lines += f"\n  ... and {len(problems) - SHOWN} more"
     return f"{source}: {len(problems)} fields cannot be used:{lines}"
 
 

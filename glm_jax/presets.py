@@ -108,8 +108,36 @@ _TINY = _GLM_5_2.with_overrides(
     pad_token_id=0,
 )
 
+# Two layers at the published widths of every product (heads, ranks, hidden, experts), with few
+# heads and experts: what the arithmetic does at those widths can be checked on a laptop.
+_WIDE = _GLM_5_2.with_overrides(
+    vocab_size=2048,
+    intermediate_size=4096,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    index_topk=64,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    mlp_layer_types=dense_first(1, 2),
+    indexer_types=("full", "full"),
+    max_position_embeddings=2048,
+    num_nextn_predict_layers=0,
+    index_share_for_mtp_iteration=False,
+    eos_token_id=(),
+    pad_token_id=0,
+)
+
 PRESETS = MappingProxyType(
-    {"glm-5": _GLM_5, "glm-5.1": _GLM_5, "glm-5.2": _GLM_5_2, "small": _SMALL, "tiny": _TINY}
+    {
+        "glm-5": _GLM_5,
+        "glm-5.1": _GLM_5,
+        "glm-5.2": _GLM_5_2,
+        "wide": _WIDE,
+        "small": _SMALL,
+        "tiny": _TINY,
+    }
 )
 
 

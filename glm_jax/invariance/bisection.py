@@ -1,7 +1,7 @@
 """Where two phases part: the first layer, region and token whose bits differ."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,7 +108,7 @@ def bisect(
 
 def bisect_model(
     model: GlmModel,
-    phases: tuple[str, ...],
+    phases: Sequence[str],
     *,
     seed: int = 0,
     variant_name: str = "plain",
@@ -128,8 +128,7 @@ def bisect_model(
     Raises:
         GlmError: not two known phases, or an unknown variant.
     """
-    if len(phases) != 2 or not set(phases) <= set(PHASES):
-        raise GlmError(f"phases {','.join(phases)!r}: give two of {', '.join(PHASES)}")
+    pair = phase_pair(phases)
     contract = contract or NumericsContract()
     programs = Programs(model, contract, notice)
     leaves = programs.leaves_of(variant(model, variant_name))
@@ -137,7 +136,15 @@ def bisect_model(
     trial = Trial.draw(
         programs, leaves, sizes, (seed, 0), alphabet=2 if variant_name == "ties" else None
     )
-    return bisect(trial, (phases[0], phases[1]))
+    return bisect(trial, pair)
+
+
+def phase_pair(names: Sequence[str]) -> tuple[str, str]:
+    """Two phases by name. Raises `GlmError` for anything else."""
+    phases = tuple(name.strip() for name in names)
+    if len(phases) != 2 or not set(phases) <= set(PHASES):
+        raise GlmError(f"phases {','.join(phases)!r}: give two of {', '.join(PHASES)}")
+    return phases[0], phases[1]
 
 
 def part_of(cfg: GlmConfig, key: Key) -> Part:

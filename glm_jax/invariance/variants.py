@@ -24,8 +24,7 @@ def variant(model: GlmModel, name: str) -> GlmModel:
     Raises:
         GlmError: an unknown name.
     """
-    if name not in VARIANTS:
-        raise GlmError(f"variant {name!r}: use one of {', '.join(VARIANTS)}")
+    check_variant(name)
     if name == "plain":
         return model
     graphdef, state = nnx.split(nnx.clone(model))
@@ -40,6 +39,12 @@ def variant(model: GlmModel, name: str) -> GlmModel:
             value[..., value.shape[-1] - n_empty :] = -FAR
         variable.set_value(jnp.asarray(value))
     return nnx.merge(graphdef, state)
+
+
+def check_variant(name: str) -> None:
+    """Raises `GlmError` for an unknown variant."""
+    if name not in VARIANTS:
+        raise GlmError(f"variant {name!r}: use one of {', '.join(VARIANTS)}")
 
 
 def _tie(leaf: str, value: np.ndarray) -> np.ndarray:

@@ -13,6 +13,9 @@ from glm_jax.errors import GlmError
 
 Mode = Literal["pinned", "native"]
 
+REVISION = 1
+"""Raised with every change of code that changes a bit of any pinned result."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NumericsContract:
@@ -24,6 +27,8 @@ class NumericsContract:
     """
 
     mode: Mode = "pinned"
+    revision: int = REVISION
+    """Of the code behind the constants."""
     row_tiles: tuple[int, ...] = (8, 64, 256, 1024)
     """Rows a region may process at once. All give the same bits: `check invariance` proves it."""
     expert_tiles: tuple[int, ...] = (8, 64, 256)

@@ -7,7 +7,8 @@ Every call makes its own jitted function, so that nothing traced earlier is used
 replaces a piece of the model must see the replacement.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +36,12 @@ def prefill(model: GlmModel, reference: Reference, form: Form) -> Arrays:
     batch = TokenBatch.from_sequences(model.cfg, reference.ids_BS)
     shape = reference.ids_BS.shape
 
-    @jax.jit
     def run(model, batch, cache):
         out = forward(model, batch, cache, taps=True, gathered=form == "gathered")
         return out.taps, _logits(model, batch, cache, out.hidden_TD)
 
     cache = _cache(model, shape, form) if form == "pinned" else None
-    taps, logits_TV = run(model, batch, cache)
+    taps, logits_TV = _jit(run, form)(model, batch, cache)
     named = {"logits": _unflatten(logits_TV, shape)}
     named |= {name: _unflatten(value, shape) for name, value in taps.pop("model").items()}
     for layer, values in taps.items():
@@ -64,14 +64,13 @@ def mtp(model: GlmModel, reference: Reference, form: Form, hidden_BSD: np.ndarra
     hidden_TD = jnp.asarray(hidden_BSD[:, :-1].reshape(-1, hidden_BSD.shape[-1]))
     shape = (ids_BS.shape[0], ids_BS.shape[1] - 1)
 
-    @jax.jit
     def run(model, batch, hidden_TD, next_ids_T, cache):
         gathered = form == "gathered"
         out = draft(model, batch, hidden_TD, next_ids_T, cache, taps=True, gathered=gathered)
         return out.taps["mtp"], out.hidden_TD, _logits(model, batch, cache, out.hidden_TD)
 
     cache = _cache(model, shape, form) if form == "pinned" else None
-    values, y_TD, logits_TV = run(model, batch, hidden_TD, next_ids_T, cache)
+    values, y_TD, logits_TV = _jit(run, form)(model, batch, hidden_TD, next_ids_T, cache)
     named = {"mtp.hidden": _unflatten(y_TD, shape), "mtp.logits": _unflatten(logits_TV, shape)}
     return named | _layer("mtp", values, shape, model.cfg, cache)
 
@@ -92,7 +91,7 @@ def decode(
             out = forward(model, batch, cache, gathered=form == "gathered")
             return _logits(model, batch, cache, out.hidden_TD), out.cache
 
-        return jax.jit(run)
+        return _jit(run, form)
 
     batch = TokenBatch.from_sequences(cfg, ids_BS[:, :n_prefill])
     filled = {}
@@ -120,7 +119,6 @@ def gradients(model: GlmModel, reference: Reference, form: Form) -> Arrays:
     counts_T = jnp.asarray(np.tile(np.arange(n_tokens) < n_tokens - 1, n_sequences))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
-    @jax.jit
     def run(params, rest, batch, targets_T, counts_T):
         def loss(params):
             model = nnx.merge(graphdef, params, rest)
@@ -132,7 +130,7 @@ def gradients(model: GlmModel, reference: Reference, form: Form) -> Arrays:
 
         return jax.value_and_grad(loss)(params)
 
-    loss, gradient = run(params, rest, batch, targets_T, counts_T)
+    loss, gradient = _jit(run, form)(params, rest, batch, targets_T, counts_T)
     named: Arrays = {"loss": np.asarray(loss)}
     for name, norm in transformers_norms(gradient, model.cfg).items():
         named[f"gradnorm.{name}"] = np.asarray(norm)
@@ -143,6 +141,15 @@ def gradients(model: GlmModel, reference: Reference, form: Form) -> Arrays:
     kv_NWK = np.concatenate([k_up_NPK, v_up_NKU.transpose(0, 2, 1)], axis=1)
     named["grad.kv_b_proj0"] = kv_NWK.reshape(-1, kv_NWK.shape[-1])
     return named
+
+
+def _jit(run: Callable[..., Any], form: Form) -> Callable[..., Any]:
+    """Compiles the pinned form as the engine does, the native ones without optimisation.
+
+    Only the mathematics of the native forms is in question, and they then compile in half the time.
+    """
+    options = {} if form == "pinned" else {"xla_backend_optimization_level": 0}
+    return jax.jit(run, compiler_options=options)
 
 
 def _contract(form: Form) -> NumericsContract:

@@ -79,12 +79,19 @@ class Reference:
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    if path.is_dir():
+        raise GlmError(
+            f"{path}: is a directory; give the reference.npz in it (the checkpoint's directory is "
+            "--checkpoint)"
+        )
     if not path.is_file():
         raise GlmError(f"{path}: no such file; give the reference.npz of the checkpoint")
+    if path.read_bytes()[:2] not in (b"PK", b"\x93N"):
+        raise GlmError(f"{path}: is no .npz file; give the reference.npz of the checkpoint")
     try:
-        archive = np.load(path, allow_pickle=False)
-        if isinstance(archive, np.lib.npyio.NpzFile):
-            with archive:
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if isinstance(archive, np.lib.npyio.NpzFile):
                 return {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise GlmError(f"{path}: is not a readable .npz file ({error}); copy it again") from error

@@ -134,7 +134,7 @@ def _shaping(shaping: Sequence[Shaping], rows: list[slice], n_rows: int) -> Shap
         if (one.kept_TW is None) != (kept_TW is None):
             raise GlmError(f"shaping[{i}]: kept sets must be given for all sequences or for none")
         temperature_T[row] = one.temperature_T
-        if kept_TW is not None:
+        if kept_TW is not None and one.kept_TW is not None:
             kept_TW[row] = one.kept_TW
     return Shaping(jnp.asarray(temperature_T), None if kept_TW is None else jnp.asarray(kept_TW))
 

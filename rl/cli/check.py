@@ -1,15 +1,17 @@
 """`glm-jax check`: proofs that run on the user's machine."""
 
 import json
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from glm_jax.config import GlmConfig
 from glm_jax.errors import GlmError
 from glm_jax.presets import PRESETS
-from rl.cli.bench import Dtype
+from rl.cli.bench import WIDTH, Dtype
 from rl.cli.info import load_config
 
 if TYPE_CHECKING:  # importing it would import jax
@@ -17,7 +19,11 @@ if TYPE_CHECKING:  # importing it would import jax
 
     from glm_jax.invariance import Bisection, Invariance
     from glm_jax.model import GlmModel
+    from glm_jax.numerics.contract import NumericsContract
     from glm_jax.parity import Group, ParityReport
+
+MOST_RANDOM_BYTES = 8 * 10**9
+"""Random weights above this are refused: they are made on the host, to prove something small."""
 
 MOST_FAILURES = 12
 """Failed arrays that the table names, first computed first; the JSON names them all."""
@@ -64,18 +70,25 @@ def parity(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Run a checkpoint in fp32 and compare it with a reference; exit status 1 if they differ."""
-    from rich.console import Console
+    """Run a checkpoint in fp32 and compare it with a reference; exit status 1 if they differ.
 
+    Values, logits, selected keys, expert routes, decoding, draft layer, loss and gradients. Nearly
+    all of the time is compiling, which a second run finds on disk.
+    """
+    from glm_jax.compile_cache import use_compile_cache
+
+    if latent_norm_eps is not None and not 0 < latent_norm_eps < math.inf:
+        raise GlmError(f"--latent-norm-eps {latent_norm_eps}: must be a number above 0, like 1e-5")
+    use_compile_cache()
     from glm_jax.parity import check_parity
 
-    steps = Console(stderr=True, highlight=False)
-
-    def show(step: str) -> None:
-        if steps.is_terminal:
-            steps.print(f"{step} ...", style="dim")
-
-    report = check_parity(checkpoint, reference, latent_norm_eps=latent_norm_eps, progress=show)
+    steps = _steps()
+    report = check_parity(
+        checkpoint,
+        reference,
+        latent_norm_eps=latent_norm_eps,
+        progress=lambda step: steps.print(f"{step} ..."),
+    )
     if as_json:
         print(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
@@ -104,19 +117,21 @@ def invariance(
     Random sequences are computed alone, in chunks, by decoding, in random company and cache pages,
     packed, and after preemption. All log-probability bits and hidden states are compared.
     """
-    from glm_jax.invariance.compile_cache import use_compile_cache
+    from glm_jax.compile_cache import use_compile_cache
 
     use_compile_cache()
     from glm_jax.invariance import check_invariance
     from glm_jax.numerics.contract import NumericsContract
 
+    names = ("float32", "bfloat16") if dtype is Dtype.BOTH else (dtype.value,)
+    cfgs = [_config(model, name) for name in names]
     contract = NumericsContract(mode=numerics.value)
     steps = _steps()
-    steps.print(f"numerics contract {contract.digest}: {contract.to_dict()}")
+    _print_contract(steps, contract)
     results = []
-    for name in ("float32", "bfloat16") if dtype is Dtype.BOTH else (dtype.value,):
+    for name, cfg in zip(names, cfgs, strict=True):
         result = check_invariance(
-            _load(model, name), trials=trials, seed=seed, contract=contract, progress=steps.print
+            _load(model, cfg), trials=trials, seed=seed, contract=contract, progress=steps.print
         )
         steps.print(f"{name}: compiling took {result.facts['compile_seconds']} s")
         if not as_json:
@@ -150,20 +165,25 @@ def bisect(
 
     Counts cascade: the first region that differs is the one to look at.
     """
-    from glm_jax.invariance.compile_cache import use_compile_cache
+    from glm_jax.compile_cache import use_compile_cache
 
     if dtype is Dtype.BOTH:
         raise GlmError("--dtype both: a bisection is of one dtype; use float32 or bfloat16")
     use_compile_cache()
     from glm_jax.invariance import bisect_model
+    from glm_jax.invariance.bisection import phase_pair
+    from glm_jax.invariance.variants import check_variant
     from glm_jax.numerics.contract import NumericsContract
 
+    cfg = _config(model, dtype.value)
+    pair = phase_pair(phases.split(","))
+    check_variant(variant)
     contract = NumericsContract(mode=numerics.value)
     steps = _steps()
-    steps.print(f"numerics contract {contract.digest}: {contract.to_dict()}")
+    _print_contract(steps, contract)
     found = bisect_model(
-        _load(model, dtype.value),
-        tuple(name.strip() for name in phases.split(",")),
+        _load(model, cfg),
+        pair,
         seed=seed,
         variant_name=variant,
         contract=contract,
@@ -183,15 +203,41 @@ def _steps() -> "Console":
     return Console(stderr=True, highlight=False, style="dim", soft_wrap=True)
 
 
-def _load(model: str, dtype: str) -> "GlmModel":
+def _print_contract(steps: "Console", contract: "NumericsContract") -> None:
+    """The digest and every constant behind it, a few to a line."""
+    steps.print(f"numerics contract {contract.digest}")
+    fields = [f"{name} {value}" for name, value in contract.to_dict().items()]
+    line = ""
+    for field in fields:
+        if line and len(line) + len(field) > WIDTH - 4:
+            steps.print(f"  {line}")
+            line = ""
+        line = f"{line}; {field}" if line else field
+    steps.print(f"  {line}")
+
+
+def _load(model: str, cfg: GlmConfig) -> "GlmModel":
     """A checkpoint's weights, or random ones."""
     from glm_jax.checkpoint.hub import load_hub
     from glm_jax.model import GlmModel
 
-    cfg = load_config(model).with_overrides(dtype=dtype)
     if model not in PRESETS and Path(model).is_dir():
-        return load_hub(model, cfg, dtype=dtype)
+        return load_hub(model, cfg, dtype=cfg.dtype)
     return GlmModel.init(cfg)
+
+
+def _config(model: str, dtype: str) -> GlmConfig:
+    """The config of the model to check. Raises `GlmError` where random weights would be huge."""
+    from glm_jax.sizes import Sizes
+
+    cfg = load_config(model).with_overrides(dtype=dtype)
+    n_bytes = sum(Sizes.of(cfg).bytes_by_dtype.values())
+    if n_bytes > MOST_RANDOM_BYTES and (model in PRESETS or not Path(model).is_dir()):
+        raise GlmError(
+            f"model {model!r}: {n_bytes / 1e9:,.0f} GB of random weights would be made on the "
+            "host; give a checkpoint's directory, or a preset such as small, tiny or wide"
+        )
+    return cfg
 
 
 def _print_invariance(result: "Invariance", model: str) -> None:
@@ -236,13 +282,12 @@ def _print_bisection(found: "Bisection") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    # A pipe has no width: rich would then fold the lines at 80 columns.
+    console = Console(width=max(Console().width, WIDTH), highlight=False)
     regions = list(dict.fromkeys(part.region for part in found.unequal))
-    table = Table(
-        title=f"{' against '.join(found.phases)}: unequal of {found.n_tokens:,} tokens",
-        title_justify="left",
-        title_style="bold",
-    )
+    title = f"{' against '.join(found.phases)}: unequal of {found.n_tokens:,} tokens"
+    console.print(title, style="bold")
+    table = Table()
     table.add_column("layer")
     for region in regions:
         table.add_column(region, justify="right")

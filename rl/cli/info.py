@@ -65,7 +65,7 @@ def load_config(model: str) -> GlmConfig:
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model)
-    if path.exists() or len(path.parts) > 1 or path.suffix == ".json":
+    if (model and path.exists()) or len(path.parts) > 1 or path.suffix == ".json":
         return GlmConfig.from_json(path)
     raise GlmError(
         f"model {model!r} is neither a preset nor a path: {nearest(model, PRESETS)}"

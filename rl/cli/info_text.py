@@ -39,8 +39,10 @@ def print_info(sizes: Sizes, figures: dict[str, Any], tree: bool) -> None:
         (_flops_title(figures["flops"]), _flops(figures["flops"])),
     ):
         console.print(Text(title, style="bold"))
-        console.print(body)
-        console.print()
+        with console.capture() as shown:
+            console.print(body)
+        # Tables fill their last column with blanks, which would be copied along.
+        print("\n".join(line.rstrip() for line in shown.get().splitlines()), end="\n\n")
 
 
 def _tree_title(tree: bool) -> str:

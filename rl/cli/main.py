@@ -4,9 +4,11 @@ Nothing here imports jax; each verb does so when it runs, so that `--help` and u
 instant and a verb may still set flags that jax reads on import.
 """
 
+import io
+import itertools
 import sys
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -54,8 +56,46 @@ def options(
 
 def main() -> None:
     """Runs the command line. A user's mistake is one `error:` line and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without these characters shows "?"
+            stream.reconfigure(errors="replace")
     try:
-        app()
+        status = app(standalone_mode=False)
     except GlmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _leave(str(error))
+    except _USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+            raise SystemExit(2) from None
+        _leave(_usage(error))
+    except typer.Abort:
+        _leave("interrupted", 130)
+    raise SystemExit(status or 0)
+
+
+# Typer carries its own copy of click; its base class is reached through the public name.
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+
+
+def _usage(error: Any) -> str:
+    """One line: what is wrong with which option, and where its right form is shown."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    command = error.ctx.command_path if error.ctx else "glm-jax"
+    for option in getattr(getattr(error, "param", None), "opts", ()):
+        if (given := _given(option)) is not None and given not in message:
+            message = f"{option} {given}: {message}"
+    return f"{message}; see {command} --help"
+
+
+def _given(option: str) -> str | None:
+    """What the command line says for an option."""
+    for word, after in itertools.pairwise([*sys.argv, ""]):
+        name, equals, value = word.partition("=")
+        if name == option:
+            return value if equals else after
+    return None
+
+
+def _leave(message: str, status: int = 2) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(status) from None

@@ -553,3 +553,21 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(GlmError, match=r"config\.json: cannot be written .*existing directory"):
         preset("tiny").save_json(tmp_path / "absent" / "config.json")
+
+
+def test_absent_null_and_too_large_sizes_are_named():
+    raw = preset("tiny").to_hf()
+    for value, reason in (
+        (None, "is missing or null"),
+        (10**30, "must be a whole number from 1 to 2147483647"),
+    ):
+        with pytest.raises(GlmError, match=f"hidden_size = {value}: {reason}"):
+            GlmConfig.from_hf(raw | {"hidden_size": value})
+    del raw["hidden_size"]
+    with pytest.raises(GlmError, match="hidden_size = None: is missing or null"):
+        GlmConfig.from_hf(raw)
+
+
+def test_a_long_list_of_problems_is_cut():
+    with pytest.raises(GlmError, match=r"\n  \.\.\. and \d+ more$"):
+        GlmConfig.from_hf({"model_type": "glm_moe_dsa", **{f"unknown_{i}": i for i in range(30)}})

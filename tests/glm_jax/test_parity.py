@@ -259,8 +259,13 @@ def test_unusable_reference_file_is_named(tmp_path):
     with pytest.raises(GlmError, match="no such file"):
         Reference.load(tmp_path / "reference.npz")
     (tmp_path / "text.npz").write_text("text")
-    with pytest.raises(GlmError, match=r"text.npz: is not a readable .npz"):
+    with pytest.raises(GlmError, match=r"text.npz: is no .npz file; give the reference.npz"):
         Reference.load(tmp_path / "text.npz")
+    (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04 cut")
+    with pytest.raises(GlmError, match=r"cut.npz: is not a readable .npz"):
+        Reference.load(tmp_path / "cut.npz")
+    with pytest.raises(GlmError, match=r"is a directory; give the reference\.npz in it"):
+        Reference.load(tmp_path)
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(GlmError, match="one array"):
         Reference.load(tmp_path / "one.npy")

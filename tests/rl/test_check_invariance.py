@@ -6,14 +6,12 @@ import sys
 import pytest
 
 import glm_jax.invariance
+from glm_jax.compile_cache import use_compile_cache
 from glm_jax.invariance import Bisection, Invariance
 from glm_jax.invariance.bisection import FirstUnequal, Part
 from glm_jax.invariance.check import Count
-from glm_jax.invariance.compile_cache import use_compile_cache
 from rl.cli import check as verb
 from rl.cli import main as cli
-
-pytestmark = pytest.mark.slow
 
 FIRST = FirstUnequal(1, "mix", 2, 17, ("prefill", "mixed"))
 
@@ -53,7 +51,7 @@ def command(monkeypatch, capsys):
 
     monkeypatch.setattr(glm_jax.invariance, "check_invariance", check_invariance)
     monkeypatch.setattr(glm_jax.invariance, "bisect_model", bisect_model)
-    monkeypatch.setattr(verb, "_load", lambda model, dtype: dtype)
+    monkeypatch.setattr(verb, "_load", lambda model, cfg: cfg.dtype)
 
     def run(*args: str):
         monkeypatch.setattr(sys, "argv", ["glm-jax", "check", *args])

@@ -1,5 +1,6 @@
 """The frame of the `glm-jax` command."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -56,6 +57,47 @@ def test_other_errors_keep_their_traceback(monkeypatch, failing_verb):
 def test_unknown_names_are_usage_errors_with_status_2(monkeypatch, capsys, args):
     assert run(monkeypatch, *args) == 2
     assert "nonsense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["check", "invariance", "--trials", "-3"],
+        ["check", "invariance", "--seed=-3"],
+        ["check", "invariance", "--model", "glm-5.2-3"],
+        ["check", "bisect", "--phases", "prefill,-3"],
+        ["check", "bisect", "--variant", "x-3"],
+        ["check", "parity", "--checkpoint", "x", "--reference", "y-3"],
+        ["check", "parity", "--checkpoint", "x", "--reference", "y", "--latent-norm-eps", "-3"],
+        ["info", "tiny", "--context", "x-3"],
+        ["bench", "forward", "--dtype", "x-3"],
+    ],
+)
+def test_a_bad_value_is_one_line_that_shows_it_before_anything_runs(monkeypatch, capsys, args):
+    assert run(monkeypatch, *args) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert "-3" in err
+
+
+@pytest.mark.parametrize("args", [[], ["check"], ["bench"]])
+def test_a_group_without_a_verb_shows_its_help(monkeypatch, capsys, args):
+    assert run(monkeypatch, *args) == 2
+    assert "Usage: glm-jax" in "".join(capsys.readouterr())
+
+
+def test_a_published_model_is_not_filled_with_random_weights(monkeypatch, capsys):
+    assert run(monkeypatch, "check", "invariance", "--model", "glm-5") == 2
+    assert "GB of random weights" in capsys.readouterr().err
+
+
+def test_text_of_a_terminal_without_unicode_is_replaced_not_refused():
+    environment = dict(os.environ, PYTHONIOENCODING="ascii")
+    code = "import sys; sys.argv[1:] = ['info', 'tiny']; from rl.cli.main import main; main()"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, env=environment
+    )
+    assert shown.returncode == 0 and shown.stdout.startswith(b"tiny: 8 layers"), shown.stderr
 
 
 def test_loading_the_command_does_not_import_jax():

@@ -20,8 +20,6 @@ from glm_jax.numerics.contract import NumericsContract
 from tests.glm_jax.invariance.models import SIZES, TWO, trial_of
 from tests.glm_jax.models import NATIVE, PINNED, SMALL, model_of
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_bit_is_equal_in_every_phase_and_the_control_is_not(dtype):

@@ -14,8 +14,6 @@ from glm_jax.numerics.arithmetic import Arithmetic, dot
 from tests.glm_jax.invariance.models import LAST, SIZES, TWO, trial_of
 from tests.glm_jax.models import PINNED, model_of
 
-pytestmark = pytest.mark.slow
-
 FEW = 8
 """Rows of a decoding step: a fault that shows there alone depends on the batch."""
 

@@ -11,8 +11,6 @@ from glm_jax.invariance import needle_trials
 from glm_jax.presets import preset
 from tests.glm_jax.models import model_of
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = """
 import json, os, sys
 name, dtype, trials, threads = sys.argv[1:]

@@ -16,8 +16,6 @@ from glm_jax.invariance.variants import variant
 from tests.glm_jax.invariance.models import TWO, trial_of
 from tests.glm_jax.models import SMALL, model_of
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def watched(monkeypatch):
