@@ -24,7 +24,6 @@ from glm_jax.model.indexer import Indexer, IndexQuery
 from glm_jax.model.layout import LayerKind
 from glm_jax.model.moe import Mlp, Moe, Routes
 from glm_jax.model.select import mix, select_keys
-from glm_jax.numerics.arithmetic import Arithmetic
 from glm_jax.numerics.primitives import add_rms_norm
 from glm_jax.params import ONES, declare
 
@@ -128,25 +127,6 @@ class Block(nnx.Module):
             return y_RD, residual_RD, attended_RD
 
         return context.rows(region, mixed_TNK, residual_TD)
-
-    def after_mixing(
-        self, ops: Arithmetic, mixed_RNK: Array, residual_RD: Array, used_R: Array
-    ) -> tuple[Array, Array]:
-        """All that follows the mixing, for one tile of rows: the form that is differentiated.
-
-        Returns:
-            residual, out: the stream that the layer leaves.
-        """
-        attended_RD = self.attention.output(ops, mixed_RNK)
-        y_RD, residual_RD = add_rms_norm(
-            ops, residual_RD, attended_RD, self.post_norm[...], self.cfg.rms_norm_eps
-        )
-        layer = self.feed_forward
-        if isinstance(layer, Mlp):
-            return residual_RD, layer(ops, y_RD)
-        routes = layer.route(ops, y_RD)
-        expert_RkD = layer.experts(ops, y_RD, routes.ids_Rk, used_R)
-        return residual_RD, layer.combine(ops, y_RD, expert_RkD, routes.gates_Rk)
 
     def _feed_forward(self, y_TD: Array, context: Context) -> tuple[Array, Routes | None]:
         ops, layer = context.ops, self.feed_forward

@@ -20,7 +20,7 @@ from glm_jax.config import GlmConfig
 from glm_jax.numerics.arithmetic import Arithmetic
 from glm_jax.numerics.primitives import swiglu
 from glm_jax.params import ZEROS, Buffer, Normal, declare
-from pallas_kernels.grouped_matmul import grouped_matmul, plan_groups
+from pallas_kernels.grouped_matmul import GroupPlan, grouped_matmul, plan_groups
 from pallas_kernels.top_k_select import mask_to_ids, select_mask
 
 
@@ -77,13 +77,23 @@ class Moe(nnx.Module):
         ids_Rk = mask_to_ids(
             select_mask(biased_RE, cfg.num_experts_per_tok), cfg.num_experts_per_tok
         )
+        return Routes(logits_RE, ids_Rk, self._gates(score_RE, ids_Rk))
+
+    def gates(
+        self, ops: Arithmetic, x_RD: Float[Array, "R D"], ids_Rk: Int[Array, "R k"]
+    ) -> Float[Array, "R k"]:
+        """Combination weights of experts already chosen: what of the router has a gradient."""
+        logits_RE = ops.matmul(x_RD.astype(jnp.float32), self.router[...])
+        return self._gates(jax.nn.sigmoid(logits_RE), ids_Rk)
+
+    def _gates(self, score_RE: Array, ids_Rk: Array) -> Array:
+        cfg = self.cfg
         chosen_Rk = jnp.take_along_axis(score_RE, ids_Rk, axis=1)
         # Slot after slot: the order is spelled out, so that no compiler chooses it.
         total_R = chosen_Rk[:, 0]
         for slot in range(1, cfg.num_experts_per_tok):
             total_R = total_R + chosen_Rk[:, slot]
-        gates_Rk = chosen_Rk / (total_R + 1e-20)[:, None] * cfg.routed_scaling_factor
-        return Routes(logits_RE, ids_Rk, gates_Rk)
+        return chosen_Rk / (total_R + 1e-20)[:, None] * cfg.routed_scaling_factor
 
     def experts(
         self,
@@ -99,23 +109,13 @@ class Moe(nnx.Module):
         """
         (n_rows, k), n_experts = ids_Rk.shape, self.cfg.n_routed_experts
         tile = ops.expert_tile(n_rows * k // n_experts)
-        # Unused rows sort behind every expert, where no tile reaches.
-        flat_M = jnp.where(used_R[:, None], ids_Rk, n_experts).reshape(-1)
-        order_M = jnp.argsort(flat_M, stable=True)
-        counts_E = jnp.sum(
-            flat_M[:, None] == jnp.arange(n_experts, dtype=flat_M.dtype)[None, :],
-            axis=0,
-            dtype=jnp.int32,
-        )
-        plan = plan_groups(counts_E, n_rows * k, tile)
-        place_M = jnp.zeros_like(order_M)
-        place_M = place_M.at[order_M].set(jnp.arange(n_rows * k, dtype=order_M.dtype))
+        order = sort_by_expert(ids_Rk, used_R, n_experts, tile)
         gate_up_EDG = self.gate_up[...].reshape(n_experts, x_RD.shape[1], -1)
-        sorted_MD = dispatch(x_RD, order_M, place_M, tile)
-        pre_MG = grouped_matmul(sorted_MD, gate_up_EDG, plan, tile, ops.product)
+        sorted_MD = dispatch(x_RD, order.order_M, order.place_M, tile)
+        pre_MG = grouped_matmul(sorted_MD, gate_up_EDG, order.plan, tile, ops.product)
         hidden_MF = swiglu(pre_MG.reshape(pre_MG.shape[0], 2, -1))
-        out_MD = grouped_matmul(hidden_MF, self.down[...], plan, tile, ops.product)
-        out_RkD = collect(out_MD, order_M, place_M).reshape(n_rows, k, -1)
+        out_MD = grouped_matmul(hidden_MF, self.down[...], order.plan, tile, ops.product)
+        out_RkD = collect(out_MD, order.order_M, order.place_M).reshape(n_rows, k, -1)
         return jnp.where(used_R[:, None, None], out_RkD, jnp.zeros((), out_RkD.dtype))
 
     def combine(
@@ -133,6 +133,51 @@ class Moe(nnx.Module):
         return (total_RD + self.shared(ops, x_RD).astype(jnp.float32)).astype(x_RD.dtype)
 
 
+class Sorted(NamedTuple):
+    """(Row, slot) pairs by expert; within one in the order of the rows."""
+
+    order_M: Int[Array, "M"]
+    """Pair of each place: row * k + slot. Unused rows stand behind every expert."""
+    place_M: Int[Array, "M"]
+    """Place of each pair."""
+    plan: GroupPlan
+
+
+def sort_by_expert(
+    ids_Rk: Int[Array, "R k"], used_R: Bool[Array, "R"], n_experts: int, tile: int
+) -> Sorted:
+    """Sorts the used rows' pairs by expert and plans their tiles."""
+    # Unused rows sort behind every expert, where no tile reaches.
+    flat_M = jnp.where(used_R[:, None], ids_Rk, n_experts).reshape(-1)
+    order_M = jnp.argsort(flat_M, stable=True)
+    counts_E = jnp.sum(
+        flat_M[:, None] == jnp.arange(n_experts, dtype=flat_M.dtype)[None, :],
+        axis=0,
+        dtype=jnp.int32,
+    )
+    place_M = jnp.zeros_like(order_M)
+    place_M = place_M.at[order_M].set(jnp.arange(order_M.shape[0], dtype=order_M.dtype))
+    return Sorted(order_M, place_M, plan_groups(counts_E, order_M.shape[0], tile))
+
+
+def take_rows(
+    x_RD: Float[Array, "R D"], order_M: Int[Array, "M"], k: int, spare: int
+) -> Float[Array, "M2 D"]:
+    """Rows in expert order, each once a slot, and `spare` more of no meaning."""
+    return x_RD[jnp.concatenate([order_M // k, jnp.zeros(spare, order_M.dtype)])]
+
+
+def add_slots(
+    d_MD: Float[Array, "M2 D"], place_M: Int[Array, "M"], n_rows: int
+) -> Float[Array, "R D"]:
+    """Sum of each row's slots, in slot order, in f32 with one rounding."""
+    d_RkD = d_MD[place_M].reshape(n_rows, -1, d_MD.shape[1]).astype(jnp.float32)
+    total_RD = d_RkD[:, 0]
+    for slot in range(1, d_RkD.shape[1]):
+        total_RD = total_RD + d_RkD[:, slot]
+    return total_RD.astype(d_MD.dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def dispatch(
     x_RD: Float[Array, "R D"], order_M: Int[Array, "M"], place_M: Int[Array, "M"], spare: int
@@ -142,8 +187,7 @@ def dispatch(
     `order_M` lists (row, slot) pairs by expert; `place_M` is its inverse. The transpose adds a
     row's slots in slot order: a gather and k - 1 additions, no scatter.
     """
-    k = order_M.shape[0] // x_RD.shape[0]
-    return x_RD[jnp.concatenate([order_M // k, jnp.zeros(spare, order_M.dtype)])]
+    return take_rows(x_RD, order_M, order_M.shape[0] // x_RD.shape[0], spare)
 
 
 def _dispatch_fwd(x_RD, order_M, place_M, spare):
@@ -152,11 +196,8 @@ def _dispatch_fwd(x_RD, order_M, place_M, spare):
 
 def _dispatch_bwd(spare, saved, d_MD):
     place_M, n_rows = saved
-    d_RkD = d_MD[place_M].reshape(n_rows, -1, d_MD.shape[1]).astype(jnp.float32)
-    total_RD = d_RkD[:, 0]
-    for slot in range(1, d_RkD.shape[1]):
-        total_RD = total_RD + d_RkD[:, slot]
-    return total_RD.astype(d_MD.dtype), _no_gradient(place_M), _no_gradient(place_M)
+    d_RD = add_slots(d_MD, place_M, n_rows)
+    return d_RD, _no_gradient(place_M), _no_gradient(place_M)
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)

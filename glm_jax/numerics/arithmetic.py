@@ -87,6 +87,11 @@ class Arithmetic:
             y_NRO = pinned_by_head(heads_NRI, w_NIO, self.contract)
         return jnp.swapaxes(y_NRO.astype(x_RNI.dtype), 0, 1)
 
+    def spread(self, gain_D: Float[Array, "D"], n_rows: int) -> Float[Array, "_ D"]:
+        """A gain in f32, to be multiplied with `n_rows` rows."""
+        del n_rows  # broadcasting does it; what notes gradients needs a gain a row
+        return gain_D.astype(jnp.float32)[None, :]
+
     def row_tile(self, n_rows: int) -> int:
         """Rows a region processes at once, for a batch of `n_rows`."""
         return _largest(self.contract.row_tiles, n_rows)
@@ -104,7 +109,9 @@ class Arithmetic:
         return _largest(self.contract.expert_tiles, 2 * rows_an_expert)
 
     def rows(self, region: Callable[..., Any], n_rows: Int[Array, ""], *args: Any) -> Any:
-        """Applies a region to the first `n_rows` rows of `args`; further rows give zeros.
+        """Applies a region to the first `n_rows` rows of `args`.
+
+        Rows after them are undefined: zeros, or what the last tile made of the padding in it.
 
         Args:
             region: maps pytrees of `[R, ...]` arrays to a pytree of `[R, ...]` arrays, row by row.

@@ -13,7 +13,7 @@ def rms_scale(
     """`gain * x / sqrt(mean(x^2) + eps)` in f32; the result is f32 and still to be rounded."""
     x_RD = x_RD.astype(jnp.float32)
     mean_R1 = ops.row_sum(x_RD * x_RD)[:, :1] / x_RD.shape[1]
-    return x_RD * jax.lax.rsqrt(mean_R1 + eps) * gain_D.astype(jnp.float32)[None, :]
+    return x_RD * jax.lax.rsqrt(mean_R1 + eps) * ops.spread(gain_D, x_RD.shape[0])
 
 
 def rms_norm(

@@ -14,18 +14,13 @@ from jax import lax
 from jaxtyping import Array, Int
 
 
-def empty(like: Any, n_levels: int, lead: int = 0) -> Any:
-    """Zeroed levels for up to `2^n_levels - 1` leaves; the level axis comes after `lead` axes."""
-
-    def zeros(leaf):
-        shape = (*leaf.shape[:lead], n_levels, *leaf.shape[lead:])
-        return jnp.zeros(shape, jnp.float32)
-
-    return jax.tree.map(zeros, like)
+def empty(shape: tuple[int, ...], n_levels: int, lead: tuple[int, ...] = ()) -> Array:
+    """Zeroed levels `[*lead, n_levels, *shape]` for up to `2^n_levels - 1` leaves."""
+    return jnp.zeros((*lead, n_levels, *shape), jnp.float32)
 
 
-def push(levels: Any, count: Int[Array, ""], leaf: Any) -> Any:
-    """Adds leaf number `count` (from 0)."""
+def push(levels: Any, count: Int[Array, ""], leaf: Any, at: tuple[Any, ...] = ()) -> Any:
+    """Adds leaf number `count` (from 0) to the counter at the index `at` of the leading axes."""
     leaf = jax.tree.map(lambda x: x.astype(jnp.float32), leaf)
 
     def occupied(carry):
@@ -34,26 +29,39 @@ def push(levels: Any, count: Int[Array, ""], leaf: Any) -> Any:
 
     def merge(carry):
         level, value = carry
-        older = jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, level, 0, keepdims=False), levels
-        )
-        return level + 1, jax.tree.map(jnp.add, older, value)
+
+        def add(x, v):
+            return _read(x, (*at, level), v.shape) + v
+
+        return level + 1, jax.tree.map(add, levels, value)
 
     level, value = lax.while_loop(occupied, merge, (jnp.int32(0), leaf))
-    return jax.tree.map(lambda x, v: lax.dynamic_update_index_in_dim(x, v, level, 0), levels, value)
+    return jax.tree.map(lambda x, v: _write(x, (*at, level), v), levels, value)
 
 
-def total(levels: Any, count: Int[Array, ""], lead: int = 0) -> Any:
-    """The sum of all leaves: what is left joins from the smallest sum up, earlier leaves left."""
+def total(levels: Array, count: Int[Array, "..."]) -> Array:
+    """The sum of all leaves: what is left joins from the smallest sum up, earlier leaves left.
 
-    def fold(x):
-        x = jnp.moveaxis(x, lead, 0)
-        value, some = jnp.zeros_like(x[0]), jnp.array(False)
-        for level in range(x.shape[0]):
-            here = (count >> level) & 1 == 1
-            joined = jnp.where(some, x[level] + value, x[level])
-            value = jnp.where(here, joined, value)
-            some = some | here
-        return value
+    `count` has the shape of the axes before the level axis.
+    """
+    x = jnp.moveaxis(levels, count.ndim, 0)
+    value, some = jnp.zeros_like(x[0]), jnp.zeros(count.shape, bool)
 
-    return jax.tree.map(fold, levels)
+    def where(mask, a, b):
+        return jnp.where(mask.reshape(*mask.shape, *(1,) * (a.ndim - mask.ndim)), a, b)
+
+    for level in range(x.shape[0]):
+        here = (count >> level) & 1 == 1
+        value = where(here, where(some, x[level] + value, x[level]), value)
+        some = some | here
+    return value
+
+
+def _read(x: Array, index: tuple[Any, ...], shape: tuple[int, ...]) -> Array:
+    start = (*index, *(0,) * len(shape))
+    return lax.dynamic_slice(x, start, (*(1,) * len(index), *shape)).reshape(shape)
+
+
+def _write(x: Array, index: tuple[Any, ...], value: Array) -> Array:
+    start = (*index, *(0,) * value.ndim)
+    return lax.dynamic_update_slice(x, value.reshape(*(1,) * len(index), *value.shape), start)

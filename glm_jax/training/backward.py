@@ -1,9 +1,11 @@
-"""The backward: every layer's regions are transposed chunk by chunk from saved inputs.
+"""The backward: every layer's regions are transposed from saved inputs.
 
-A chunk is up to `token_leaf` tokens of one sequence, in a tile of fixed shape. Its weight gradients
-are one leaf of the tree (`accumulate`); its row gradients depend on its own sequence only. So no
-bit of any gradient depends on packing, on the number of microbatches or on the other sequences. The
-values that the loss reads are the forward's own; what is recomputed here only forms derivatives.
+What belongs to a row (derivatives of the stream, factors of the weight gradients) is computed for
+all rows at once, in the forward's tiles; a row's bits do not depend on its company. Sums over rows
+are cut in chunks, up to `token_leaf` tokens of one sequence: a chunk's `x^T dy` is one leaf of the
+tree (`accumulate`). So no bit of any gradient depends on packing, on the number of microbatches or
+on the other sequences. The values that the loss reads are the forward's own; what is recomputed
+here only forms derivatives.
 """
 
 from typing import Any, NamedTuple
@@ -19,15 +21,30 @@ from glm_jax.forward import forward
 from glm_jax.head import Shaping, score, shape_logits
 from glm_jax.model import GlmModel
 from glm_jax.model.block import Block
+from glm_jax.model.moe import Mlp, Moe
 from glm_jax.numerics.arithmetic import Arithmetic
 from glm_jax.numerics.contract import NumericsContract
 from glm_jax.numerics.primitives import add_rms_norm
 from glm_jax.params import leaves
-from glm_jax.training import accumulate
+from glm_jax.training import accumulate, experts
 from glm_jax.training.attention import listed_mask, mix_vjp
 from glm_jax.training.pack import TrainBatch
+from glm_jax.training.tape import Factors, leaf, pull
 
-SAVED = ("residual", "mlp_out", "query", "latent", "selected", "mixed")
+SAVED = ("residual", "mlp_in", "mlp_out", "query", "latent", "selected", "mixed")
+SAVED_SPARSE = ("router_experts", "router_weights")
+
+# The weights and gains of each region in the order of their use, which the tape notes.
+PROJECT = tuple(
+    ["input_norm"]
+    + [f"attention.{x}" for x in ("q_a", "q_a_norm", "q_b", "k_up", "kv_a", "kv_a_norm")]
+)
+OUTPUT = ("attention.v_up", "attention.o", "post_norm")
+DENSE = ("feed_forward.gate_up", "feed_forward.down")
+SPARSE = ("feed_forward.router", "feed_forward.shared.gate_up", "feed_forward.shared.down")
+HEAD = ("final_norm", "lm_head")
+EXPERTS = {"gate_up": "feed_forward.gate_up", "down": "feed_forward.down"}
+BY_HEAD = ("attention.k_up", "attention.v_up")
 
 
 class Saved(NamedTuple):
@@ -38,11 +55,22 @@ class Saved(NamedTuple):
     embedded_TD: Float[Array, "T D"]
 
 
+class BlockState(NamedTuple):
+    """Gradient sums of a stack of layers."""
+
+    levels: dict[str, Array]
+    """By parameter path: `[L, n_levels, *shape]`."""
+    experts: dict[str, Array]
+    """Of the routed experts: `[L, E, n_levels, *shape]`; empty in a dense layer."""
+    count_LE: Array
+    """Leaves of each expert so far."""
+
+
 class GradientState(NamedTuple):
     """Sums of the gradients so far. Start with `initial`, end with `gradients`."""
 
-    segments: list[Any]
-    head: Any
+    segments: list[list[BlockState]]
+    head: dict[str, Array]
     embed_VD: Float[Array, "V D"]
     n_chunks: Array
     """Chunks so far."""
@@ -64,7 +92,8 @@ def train_forward(
         blocks = []
         for i in range(period):
             taps = [out.taps[f"layer{first + r * period + i}"] for r in range(repeats)]
-            blocks.append({name: jnp.stack([t[name] for t in taps]) for name in SAVED})
+            names = (name for name in (*SAVED, *SAVED_SPARSE) if name in taps[0])
+            blocks.append({name: jnp.stack([t[name] for t in taps]) for name in names})
         layers.append(blocks)
         first += period * repeats
     return scores.target_T, Saved(layers, out.taps["model"]["embed"])
@@ -72,26 +101,45 @@ def train_forward(
 
 def initial(model: GlmModel, n_levels: int) -> GradientState:
     """No gradient yet, with room for `2^n_levels - 1` chunks."""
-    segments = [
-        [accumulate.empty(_split(block)[2:4], n_levels, lead=1) for block in segment.blocks]
-        for segment in model.segments
-    ]
-    head = accumulate.empty(_head_params(model), n_levels)
-    embed = jnp.zeros(model.embed.shape, jnp.float32)
-    return GradientState(segments, head, embed, jnp.int32(0))
+    return GradientState(
+        [[_initial(block, n_levels) for block in segment.blocks] for segment in model.segments],
+        {name: accumulate.empty(x.shape, n_levels) for name, x in _head(model).items()},
+        jnp.zeros(model.embed.shape, jnp.float32),
+        jnp.int32(0),
+    )
+
+
+def _initial(block: Block, n_levels: int) -> BlockState:
+    params = _params(block)
+    n_layers = params["input_norm"].shape[0]
+    of_experts: dict[str, Array] = {}
+    count_LE = jnp.zeros((n_layers, 0), jnp.int32)
+    if isinstance(block.feed_forward, Moe):
+        n_experts = block.cfg.n_routed_experts
+        count_LE = jnp.zeros((n_layers, n_experts), jnp.int32)
+        for name, path in EXPERTS.items():
+            _, _, rows, *columns = params.pop(path).shape
+            shape = (rows, _product(columns))
+            of_experts[name] = accumulate.empty(shape, n_levels, (n_layers, n_experts))
+    levels = {
+        path: accumulate.empty(x.shape[1:], n_levels, (n_layers,)) for path, x in params.items()
+    }
+    return BlockState(levels, of_experts, count_LE)
 
 
 def gradients(model: GlmModel, state: GradientState) -> dict[str, Array]:
     """The summed gradients by parameter path, f32. What no loss reaches is absent."""
     named: dict[str, Array] = {"embed": state.embed_VD}
-    head = accumulate.total(state.head, state.n_chunks)
-    named["final_norm"], named["lm_head"] = head["final_norm"], head["lm_head"]
+    named |= {name: accumulate.total(x, state.n_chunks) for name, x in state.head.items()}
     for s, blocks in enumerate(state.segments):
-        for b, levels in enumerate(blocks):
-            summed = accumulate.total(levels, state.n_chunks, lead=1)
-            for half in summed:
-                for name, variable in leaves(half):
-                    named[f"segments.{s}.blocks.{b}.{name}"] = variable[...]
+        for b, block in enumerate(blocks):
+            lead, params = f"segments.{s}.blocks.{b}.", _params(model.segments[s].blocks[b])
+            for path, levels in block.levels.items():
+                count_L = jnp.full(levels.shape[0], state.n_chunks)
+                named[lead + path] = accumulate.total(levels, count_L)
+            for name, levels in block.experts.items():
+                total = accumulate.total(levels, block.count_LE)
+                named[lead + EXPERTS[name]] = total.reshape(params[EXPERTS[name]].shape)
     return named
 
 
@@ -123,100 +171,120 @@ def backward(
     return GradientState(segments, head, embed_VD, state.n_chunks + train.n_chunks)
 
 
-BEFORE_MIXING = ("input_norm", "q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "k_up")
+def _params(block: Block) -> dict[str, Any]:
+    """What of a block is trained, by path: not the indexer, whose selection has no gradient."""
+    return {
+        path: variable
+        for path, variable in leaves(block)
+        if isinstance(variable, nnx.Param) and not path.startswith("indexer.")
+    }
 
 
-def _frozen(path: tuple, _: Any) -> bool:
-    """The indexer: its selection has no gradient."""
-    return "indexer" in path
-
-
-def _before_mixing(path: tuple, variable: Any) -> bool:
-    return path[-1] in BEFORE_MIXING and isinstance(variable, nnx.Param)
-
-
-def _split(block: Block) -> tuple[Any, ...]:
-    """Graph, indexer, parameters before the mixing, those after it, and the rest."""
-    return nnx.split(block, _frozen, _before_mixing, nnx.Param, ...)
-
-
-def _head_params(model: GlmModel) -> dict[str, Array]:
+def _head(model: GlmModel) -> dict[str, Array]:
     return {"final_norm": model.final_norm[...], "lm_head": model.lm_head[...]}
 
 
+def _product(sizes: list[int]) -> int:
+    return sizes[0] if len(sizes) == 1 else sizes[0] * _product(sizes[1:])
+
+
 class _Walk:
-    """One backward pass over a batch: its chunks, and how a region is transposed over them."""
+    """One backward pass over a batch."""
 
     def __init__(self, model, train: TrainBatch, contract: NumericsContract, count):
         self.model, self.train, self.count = model, train, count
-        self.cfg, self.ops = model.cfg, Arithmetic(contract)
-        self.leaf = contract.token_leaf
+        self.cfg, self.contract, self.ops = model.cfg, contract, Arithmetic(contract)
+        self.chunk = contract.token_leaf
         # Rows past the end, so that the last chunk and the last sequence can be sliced whole.
-        self.spare = max(self.leaf, train.max_length)
+        self.spare = max(self.chunk, train.max_length)
+        self.n_used = train.batch.n_used
         cos, sin = rope_table(train.max_length, self.cfg.qk_rope_head_dim, self.cfg.rope_theta)
         position_T = train.batch.positions_T
         self.angles = jnp.asarray(cos)[position_T], jnp.asarray(sin)[position_T]
 
+    def pull(self, region, rows, given, d_out) -> tuple[Any, list[Factors]]:
+        """Transposes `region(ops, rows, given)` for all rows; `given` has no derivative."""
+
+        def tile(rows, given, d_out):
+            return pull(self.contract, lambda ops, r: region(ops, r, given), rows, d_out)
+
+        return self.ops.rows(tile, self.n_used, rows, given, d_out)
+
     def cut(self, i, tree):
-        """Rows of chunk `i`, `[leaf, ...]`; rows after its length are zeros."""
+        """Rows of chunk `i`, `[chunk, ...]`; rows after its length are zeros."""
         start = self.train.start_n[i]
-        mine = jnp.arange(self.leaf, dtype=jnp.int32) < self.train.length_n[i]
+        mine = jnp.arange(self.chunk, dtype=jnp.int32) < self.train.length_n[i]
 
         def rows(x):
-            part = lax.dynamic_slice_in_dim(_pad(x, self.spare), start, self.leaf, 0)
+            part = lax.dynamic_slice_in_dim(x, start, self.chunk, 0)
             return _keep(mine, part)
 
         return jax.tree.map(rows, tree), mine
+
+    def pad(self, tree):
+        """The batch's rows and spare ones, to be cut in chunks."""
+        return jax.tree.map(lambda x: _pad(x, self.spare), tree)
 
     def paste(self, i, whole, part, mine):
         """Stores chunk rows; rows that are not the chunk's keep what they hold."""
         start = self.train.start_n[i]
 
         def rows(x, p):
-            old = lax.dynamic_slice_in_dim(x, start, self.leaf, 0)
+            old = lax.dynamic_slice_in_dim(x, start, self.chunk, 0)
             return lax.dynamic_update_slice_in_dim(x, _keep(mine, p.astype(x.dtype), old), start, 0)
 
         return jax.tree.map(rows, whole, part)
 
-    def transpose(self, region, params, rows, d_out, levels, given):
-        """Transposes `region(params, (rows, given), mine)` over all chunks.
+    def sum_leaves(self, factors: dict[str, Factors], params, levels, layer):
+        """Adds a leaf a chunk for each of the named weights of a layer."""
+        padded = self.pad(factors)
 
-        Returns:
-            Gradients of `rows`, and `levels` with a leaf of parameter gradients a chunk. `given`
-            (rotation, targets) has no gradient.
-        """
+        def body(i, levels):
+            parts, _ = self.cut(i, padded)
+            new = {
+                path: leaf(part, params[path].shape, path in BY_HEAD)
+                for path, part in parts.items()
+            }
+            return accumulate.push(levels, self.count + i, new, (layer,))
 
-        def body(i, carry):
-            levels, d_rows = carry
-            (part, fixed, d_part), mine = self.cut(i, (rows, given, d_out))
-            _, pull = jax.vjp(lambda p, r: region(p, (r, fixed), mine), params, part)
-            d_params, d_part = pull(d_part)
-            levels = accumulate.push(levels, self.count + i, d_params)
-            return levels, self.paste(i, d_rows, d_part, mine)
-
-        zero = jax.tree.map(lambda x: _pad(jnp.zeros_like(x), self.spare), rows)
-        levels, d_rows = lax.fori_loop(0, self.train.n_chunks, body, (levels, zero))
-        n = self.train.batch.n_tokens
-        return jax.tree.map(lambda x: x[:n], d_rows), levels
+        return lax.fori_loop(0, self.train.n_chunks, body, levels)
 
     def head(self, stream, d_logprob_T, levels):
         """Transposes final norm, head and log-softmax; logits are held for one chunk at a time."""
+        params = _head(self.model)
 
-        def region(params, rows, mine):
-            (residual_RD, branch_RD), (target_R, shaping_R) = rows
+        def region(ops, rows, given, mine):
+            (residual_RD, branch_RD), (target_R, shaping_R) = rows, given
             hidden_RD, _ = add_rms_norm(
-                self.ops, residual_RD, branch_RD, params["final_norm"], self.cfg.rms_norm_eps
+                ops, residual_RD, branch_RD, params["final_norm"], self.cfg.rms_norm_eps
             )
-            raw_RV = self.ops.matmul(hidden_RD, params["lm_head"], out=jnp.float32)
+            raw_RV = ops.matmul(hidden_RD, params["lm_head"], out=jnp.float32)
             id_V = jnp.arange(raw_RV.shape[1], dtype=jnp.int32)
             logits_RV = shape_logits(raw_RV, id_V, _unshaped_where(~mine, shaping_R))
             chosen_R = jnp.take_along_axis(logits_RV, target_R[:, None], axis=1)[:, 0]
             return chosen_R - jax.nn.logsumexp(logits_RV, axis=-1)
 
-        given = (self.train.targets_T, self.train.shaping)
-        return self.transpose(region, _head_params(self.model), stream, d_logprob_T, levels, given)
+        padded = self.pad((stream, (self.train.targets_T, self.train.shaping), d_logprob_T))
 
-    def segment(self, segment, first, saved, d_stream, levels):
+        def body(i, carry):
+            levels, d_rows = carry
+            (rows, given, d_out), mine = self.cut(i, padded)
+            d_part, factors = pull(
+                self.contract, lambda ops, r: region(ops, r, given, mine), rows, d_out
+            )
+            new = {
+                name: leaf(_wide(part), params[name].shape, False)
+                for name, part in zip(HEAD, factors, strict=True)
+            }
+            levels = accumulate.push(levels, self.count + i, new)
+            return levels, self.paste(i, d_rows, d_part, mine)
+
+        zero = self.pad(jax.tree.map(jnp.zeros_like, stream))
+        levels, d_rows = lax.fori_loop(0, self.train.n_chunks, body, (levels, zero))
+        n = self.train.batch.n_tokens
+        return jax.tree.map(lambda x: x[:n], d_rows), levels
+
+    def segment(self, segment, first, saved, d_stream, states):
         """Transposes a segment's layers, last to first."""
         graphdef, stacked = nnx.split(segment.blocks)
         # A block's input stream is what the block before it left.
@@ -226,58 +294,82 @@ class _Walk:
         )
         starts = [shifted, *ends[:-1]]
 
-        def repeat(d_stream, scanned):
-            params, saved, starts, levels = scanned
-            new = []
-            blocks = nnx.merge(graphdef, params)
+        def repeat(carry, scanned):
+            # The sums are carried, not scanned: what is scanned is copied in and out.
+            d_stream, states = carry
+            params, saved, starts, layer = scanned
+            blocks, states = nnx.merge(graphdef, params), list(states)
             for b in reversed(range(len(saved))):
-                d_stream, block_levels = self.block(
-                    blocks[b], starts[b], saved[b], d_stream, levels[b]
+                d_stream, states[b] = self.block(
+                    blocks[b], starts[b], saved[b], d_stream, states[b], layer
                 )
-                new.insert(0, block_levels)
-            return d_stream, new
+            return (d_stream, states), None
 
-        scanned = (stacked, saved, starts, levels)
-        return lax.scan(repeat, d_stream, scanned, reverse=True)
+        layers = jnp.arange(segment.layout.repeats, dtype=jnp.int32)
+        scanned = (stacked, saved, starts, layers)
+        (d_stream, states), _ = lax.scan(repeat, (d_stream, list(states)), scanned, reverse=True)
+        return d_stream, states
 
-    def block(self, block: Block, start, saved, d_stream, levels):
-        """Transposes one layer: output and feed-forward, mixing, projections."""
-        graphdef, indexer, early, late, rest = _split(block)
+    def block(self, block: Block, start, saved, d_stream, state: BlockState, layer):
+        """Transposes one layer: feed-forward, output, mixing, projections."""
         eps = self.cfg.rms_norm_eps
+        params = _params(block)
 
-        def after(late, rows, mine):
-            block = nnx.merge(graphdef, indexer, early, late, rest)
-            (residual_RD, branch_RD, mixed_RNK), _ = rows
+        def output(ops, rows, _):
+            residual_RD, branch_RD, mixed_RNK = rows
             residual_RD = (residual_RD.astype(jnp.float32) + branch_RD.astype(jnp.float32)).astype(
                 residual_RD.dtype
             )
-            return block.after_mixing(self.ops, mixed_RNK, residual_RD, mine)
+            attended_RD = block.attention.output(ops, mixed_RNK)
+            return add_rms_norm(ops, residual_RD, attended_RD, block.post_norm[...], eps)
 
-        def before(early, rows, mine):
-            block = nnx.merge(graphdef, indexer, early, late, rest)
-            (residual_RD, branch_RD), angles = rows
-            x_RD, _ = add_rms_norm(self.ops, residual_RD, branch_RD, block.input_norm[...], eps)
-            projected = block.attention.project(self.ops, x_RD, angles)
+        def project(ops, rows, angles):
+            residual_RD, branch_RD = rows
+            x_RD, _ = add_rms_norm(ops, residual_RD, branch_RD, block.input_norm[...], eps)
+            projected = block.attention.project(ops, x_RD, angles)
             return projected.query_RNC, projected.latent_RC
 
-        (d_residual, d_branch, d_mixed), late_levels = self.transpose(
-            after, late, (*start, saved["mixed"]), d_stream, levels[1], ()
+        d_residual, d_out = d_stream
+        d_y, factors, state = self.feed_forward(block, saved, d_out, state, layer)
+        d_rows, noted = self.pull(output, (*start, saved["mixed"]), (), (d_y, d_residual))
+        factors |= dict(zip(OUTPUT, noted, strict=True))
+        d_query, d_latent = self.mixing(saved, d_rows[2])
+        d_start, noted = self.pull(project, start, self.angles, (d_query, d_latent))
+        factors |= dict(zip(PROJECT, noted, strict=True))
+        factors = {path: _wide(part) for path, part in factors.items()}
+        levels = self.sum_leaves(factors, params, state.levels, layer)
+        d_stream = (d_rows[0] + d_start[0], d_rows[1] + d_start[1])
+        return d_stream, state._replace(levels=levels)
+
+    def feed_forward(self, block: Block, saved, d_out, state: BlockState, layer):
+        """Transposes a layer's feed-forward; routed experts add their own leaves."""
+        feed, y_TD = block.feed_forward, saved["mlp_in"]
+        if isinstance(feed, Mlp):
+            d_y, noted = self.pull(lambda ops, y, _: feed(ops, y), y_TD, (), d_out)
+            return d_y, dict(zip(DENSE, noted, strict=True)), state
+        ids_Tk, valid_T = saved["router_experts"], self.train.batch.valid_T
+        d_y, d_gates, rows = experts.rows_vjp(
+            feed, self.ops, y_TD, ids_Tk, saved["router_weights"], valid_T, d_out
         )
-        d_query, d_latent = self.mixing(saved, d_mixed)
-        (d_residual_2, d_branch_2), early_levels = self.transpose(
-            before, early, start, (d_query, d_latent), levels[0], self.angles
+        levels, count_LE = experts.push_leaves(
+            rows, self.train, ids_Tk, state.experts, state.count_LE, layer
         )
-        d_start = (d_residual + d_residual_2, d_branch + d_branch_2)
-        return d_start, (early_levels, late_levels)
+
+        def routed(ops, y_RD, ids_Rk):
+            return feed.gates(ops, y_RD, ids_Rk), feed.shared(ops, y_RD)
+
+        d_more, noted = self.pull(routed, y_TD, ids_Tk, (d_gates, d_out))
+        state = state._replace(experts=levels, count_LE=count_LE)
+        return d_y + d_more, dict(zip(SPARSE, noted, strict=True)), state
 
     def mixing(self, saved, d_mixed_TNK):
         """Gradients of queries and latents of a layer's mixing."""
         train, n_keys = self.train, self.train.max_length
         latent = _pad(saved["latent"], self.spare)
+        rows = self.pad((saved["query"], saved["selected"], d_mixed_TNK))
 
         def body(i, carry):
             d_query, d_latent = carry
-            rows = (saved["query"], saved["selected"], d_mixed_TNK)
             (query, ids, d_out), mine = self.cut(i, rows)
             origin = train.origin_n[i]
             keys = lax.dynamic_slice_in_dim(latent, origin, n_keys, 0)
@@ -300,9 +392,10 @@ class _Walk:
 
     def embed(self, d_TD, embed_VD):
         """Adds the embedding's gradient: equal ids of a chunk first, in row order, then chunks."""
+        rows = self.pad((d_TD, self.train.batch.ids_T))
 
         def body(i, embed_VD):
-            (d_RD, id_R), mine = self.cut(i, (d_TD, self.train.batch.ids_T))
+            (d_RD, id_R), mine = self.cut(i, rows)
             same_RR = (id_R[:, None] == id_R[None, :]) & mine[:, None] & mine[None, :]
             sum_RD = self.ops.matmul(same_RR.astype(jnp.float32), d_RD.astype(jnp.float32))
             earlier_RR = jnp.tril(same_RR, -1)
@@ -323,6 +416,14 @@ def _unshaped_where(other_R: Array, shaping: Shaping | None) -> Shaping | None:
     if kept_TW is not None:
         kept_TW = jnp.where(other_R[:, None], jnp.uint32(0xFFFFFFFF), kept_TW)
     return Shaping(jnp.where(other_R, 1.0, shaping.temperature_T), kept_TW)
+
+
+def _wide(factors: Factors) -> Factors:
+    """Factors of one dtype: the derivative of a product in f32 is not rounded to bf16."""
+    x, dy = factors
+    if x.dtype != dy.dtype:
+        x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
+    return Factors(x, dy)
 
 
 def _pad(x: Array, n: int) -> Array:

@@ -225,7 +225,7 @@ def test_the_counter_adds_like_the_balanced_tree():
         x = (rng.standard_normal((n, 5)) * np.exp2(rng.integers(-12, 12, (n, 5)))).astype(
             np.float32
         )
-        levels = accumulate.empty(jnp.zeros(5), 4)
+        levels = accumulate.empty((5,), 4)
         for i in range(n):
             levels = accumulate.push(levels, jnp.int32(i), jnp.asarray(x[i]))
         level = list(x)

@@ -1,0 +1,111 @@
+"""Transposing a region while noting what the gradients of its weights are made of.
+
+The gradient of a weight is `x^T dy` over rows: `x` the rows that met it, `dy` the derivative of its
+product. Both are functions of a row alone, so they are computed for all rows at once, in the large
+tiles of the forward; only the products over rows are cut in the leaves of the gradient tree. `dy`
+is found as the derivative of an addend of zero at each product.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from glm_jax.numerics.arithmetic import Arithmetic, batched_dot
+from glm_jax.numerics.contract import NumericsContract
+
+
+class Factors(NamedTuple):
+    """The two factors of a weight's gradient, by row."""
+
+    x_R: Array
+    """Rows that met the weight `[R, *K]`; for a gain nothing `[R, 0]`."""
+    dy_R: Array
+    """Derivative of the result `[R, *N]`; for a gain that of the gain in each row."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tape(Arithmetic):
+    """Arithmetic that notes the rows of every product with a weight and every gain, in order."""
+
+    addends: list[Array] | None = None
+    """What to add to each result; None: keep the results, whose shapes the addends must have."""
+    rows_noted: list[Array] = dataclasses.field(default_factory=list)
+    results: list[Array] = dataclasses.field(default_factory=list)
+
+    def _note(self, x: Array, y: Array) -> Array:
+        self.rows_noted.append(x)
+        if self.addends is None:
+            self.results.append(y)
+            return y
+        return y + self.addends[len(self.rows_noted) - 1]
+
+    def matmul(self, x: Array, w: Array, *, out: DTypeLike | None = None) -> Array:
+        """As the forward's, noted."""
+        return self._note(x, super().matmul(x, w, out=out))
+
+    def matmul_by_head(self, x_RNI: Array, w_NIO: Array) -> Array:
+        """As the forward's, noted."""
+        return self._note(x_RNI, super().matmul_by_head(x_RNI, w_NIO))
+
+    def spread(self, gain_D: Array, n_rows: int) -> Array:
+        """The gain once a row, so that each row has a derivative of its own."""
+        gain_RD = jnp.broadcast_to(super().spread(gain_D, n_rows), (n_rows, gain_D.shape[0]))
+        return self._note(jnp.zeros((n_rows, 0), gain_RD.dtype), gain_RD)
+
+
+def pull(
+    contract: NumericsContract, region: Callable[..., Any], rows: Any, d_out: Any
+) -> tuple[Any, list[Factors]]:
+    """Transposes `region(ops, rows)` for one tile.
+
+    Returns:
+        Derivatives of `rows`, and the factors of every weight and gain in the order of their use.
+    """
+
+    def results(rows):
+        tape = Tape(contract)
+        region(tape, rows)
+        return tape.results
+
+    shapes = jax.eval_shape(results, rows)
+    zeros = [jnp.zeros(s.shape, s.dtype) for s in shapes]
+
+    def run(rows, addends):
+        tape = Tape(contract, addends)
+        return region(tape, rows), tape.rows_noted
+
+    _, vjp, noted = jax.vjp(run, rows, zeros, has_aux=True)
+    d_rows, d_addends = vjp(d_out)
+    return d_rows, [Factors(x, dy) for x, dy in zip(noted, d_addends, strict=True)]
+
+
+def leaf(factors: Factors, weight_shape: tuple[int, ...], by_head: bool) -> Array:
+    """Gradient of one weight or gain over some rows, f32, in the weight's shape.
+
+    Rows that do not count must be zeros in both factors.
+    """
+    x, dy = factors
+    if x.shape[1:] == (0,):
+        ones_R = jnp.ones((8, dy.shape[0]), jnp.float32)  # eight rows: a product, not a reduction
+        return _rows_product(ones_R.T, dy.astype(jnp.float32))[0]
+    if by_head:
+        return batched_dot("nri,nro->nio", jnp.swapaxes(x, 0, 1), jnp.swapaxes(dy, 0, 1))
+    n_rows = x.shape[0]
+    return _rows_product(x.reshape(n_rows, -1), dy.reshape(n_rows, -1)).reshape(weight_shape)
+
+
+def _rows_product(x_RK: Array, dy_RN: Array) -> Array:
+    """`x^T dy` in f32."""
+    return lax.dot_general(
+        x_RK,
+        dy_RN,
+        (((0,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
