@@ -62,10 +62,15 @@ class Program:
         }
 
 
-def compiled(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], float]:
-    """The executable of a function for arguments of these shapes, and the seconds it took."""
+def compiled(
+    function: Callable[..., Any], *args: Any, donate: int | None = None
+) -> tuple[Callable[..., Any], float]:
+    """The executable of a function for arguments of these shapes, and the seconds it took.
+
+    Argument number `donate` is consumed by each call.
+    """
     began = time.perf_counter()
-    executable = jax.jit(function).lower(*args).compile()
+    executable = jax.jit(function, donate_argnums=donate).lower(*args).compile()
     return executable, time.perf_counter() - began
 
 
