@@ -32,9 +32,9 @@ class Shaping(NamedTuple):
     exactly 1 under any temperature and filter.
     """
 
-    temperature_T: Float[Array, "T"]
+    temperature_T: Float[Array | np.ndarray, "T"]
     """Logits are divided by it; 1 changes no bit. Never 0: greedy choice has no distribution."""
-    kept_TW: UInt32[Array, "T W"] | None = None
+    kept_TW: UInt32[Array | np.ndarray, "T W"] | None = None
     """Bit v % 32 of word v // 32 says that id v may be sampled; W = ceil(V / 32). None: all may."""
 
 

@@ -81,7 +81,9 @@ def train_forward(
 ) -> tuple[Float[Array, "T"], Saved]:
     """Log-probabilities of the targets by the one forward, and what the backward needs."""
     cache = LatentCache.empty(model.cfg, train.n_slots, train.max_length, contract=contract)
-    out = forward(model, train.batch, cache, taps=True)
+    # The backward reads lists of selected keys; native arithmetic would attend under a mask.
+    gathered = None if contract.pinned else True
+    out = forward(model, train.batch, cache, taps=True, gathered=gathered)
     ops = Arithmetic(contract)
     scores = score(
         model, ops, out.hidden_TD, train.targets_T, train.batch.n_used, shaping=train.shaping
@@ -125,6 +127,15 @@ def _initial(block: Block, n_levels: int) -> BlockState:
         path: accumulate.empty(x.shape[1:], n_levels, (n_layers,)) for path, x in params.items()
     }
     return BlockState(levels, of_experts, count_LE)
+
+
+def trained(model: GlmModel) -> dict[str, Array]:
+    """The parameters that `gradients` has an entry for, by the same paths."""
+    paths = {"embed", *HEAD}
+    for s, segment in enumerate(model.segments):
+        for b, block in enumerate(segment.blocks):
+            paths |= {f"segments.{s}.blocks.{b}.{path}" for path in _params(block)}
+    return {path: variable[...] for path, variable in leaves(model) if path in paths}
 
 
 def gradients(model: GlmModel, state: GradientState) -> dict[str, Array]:

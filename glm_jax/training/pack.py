@@ -57,6 +57,8 @@ def pack(
     max_length: int,
     placement: Sequence[int] | None = None,
     shaping: Sequence[Shaping] | None = None,
+    n_slots: int | None = None,
+    n_chunks: int | None = None,
 ) -> tuple[TrainBatch, list[slice]]:
     """Packs sequences into `n_rows` rows.
 
@@ -71,6 +73,8 @@ def pack(
             of any gradient.
         shaping: for each sequence, the temperatures and kept sets of its positions (host arrays);
             kept sets for all sequences or for none.
+        n_slots: sequences that the batch has room for (default: a power of two that suffices).
+        n_chunks: the same of chunks. With both fixed, one program serves all batches.
 
     Returns:
         The batch, and for each sequence the rows it occupies.
@@ -96,7 +100,14 @@ def pack(
         for first in range(r.start, r.stop, contract.token_leaf)
     ]
     # A power of two, so that few shapes are compiled.
-    table = np.zeros((_power_of_two(len(chunks)), 3), np.int32)
+    n_chunks = _power_of_two(len(chunks)) if n_chunks is None else n_chunks
+    n_slots = _power_of_two(len(sequences)) if n_slots is None else n_slots
+    if len(chunks) > n_chunks or len(sequences) > n_slots:
+        raise GlmError(
+            f"sequences: {len(sequences)} in {len(chunks)} chunks do not fit n_slots = {n_slots} "
+            f"and n_chunks = {n_chunks}; use more batches"
+        )
+    table = np.zeros((n_chunks, 3), np.int32)
     table[: len(chunks)] = chunks
     batch = TokenBatch(
         jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(slots), jnp.asarray(valid)
@@ -111,7 +122,7 @@ def pack(
         origin,
         count,
         max_length=max_length,
-        n_slots=_power_of_two(len(sequences)),
+        n_slots=n_slots,
         shaping=None if shaping is None else _shaping(shaping, rows, n_rows),
     )
     return packed, rows

@@ -53,7 +53,7 @@ class Programs:
         self.n_compiled, self.compile_seconds = 0, 0.0
         self._on_compile = on_compile
         self._structure = jax.tree.structure(model)
-        self._shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(model)]
+        self._shapes = {path: (x.shape, x.dtype) for path, x in named_leaves(model)}
         self._compiled: dict[Any, Any] = {}
         self._step = jax.jit(
             functools.partial(_step, self._structure), static_argnums=0, donate_argnums=2
@@ -71,10 +71,9 @@ class Programs:
         leaves, structure = jax.tree.flatten(model)
         if structure != self._structure:
             raise GlmError("weights: the model has another config or structure than the engine's")
-        for (path, _), leaf, (shape, dtype) in zip(
-            named_leaves(model), leaves, self._shapes, strict=False
-        ):
-            if (leaf.shape, leaf.dtype) != (shape, dtype):
+        for path, leaf in named_leaves(model):
+            if (leaf.shape, leaf.dtype) != self._shapes[path]:
+                shape, dtype = self._shapes[path]
                 raise GlmError(
                     f"weights: {path} is {leaf.dtype} {leaf.shape}, the engine's is {dtype} {shape}"
                 )

@@ -13,7 +13,6 @@ from glm_jax.errors import GlmError
 from glm_jax.head import Shaping
 from glm_jax.model import GlmModel
 from glm_jax.numerics.contract import NumericsContract
-from glm_jax.params import leaves
 from glm_jax.presets import preset
 from glm_jax.training import backward, pack
 from serving.engine import Engine, SamplingParams
@@ -42,11 +41,9 @@ def contract(mode="pinned"):
 @functools.cache
 def model(dtype="float32"):
     # A random model's distribution is flat; a larger head makes it one to sample from.
-    graphdef, state = nnx.split(GlmModel.init(CFG.with_overrides(dtype=dtype)))
-    for path, variable in leaves(state):
-        if path == "lm_head":
-            variable.set_value(variable[...] * 30)
-    return nnx.merge(graphdef, state)
+    made = GlmModel.init(CFG.with_overrides(dtype=dtype))
+    made.lm_head.set_value(made.lm_head[...] * 30)
+    return made
 
 
 @functools.cache
@@ -208,12 +205,9 @@ def test_greedy_takes_the_most_likely_and_top_logprobs_are_listed_by_id():
 
 
 def test_equal_logits_give_the_lowest_id():
-    graphdef, state = nnx.split(model())
-    flat = jax.tree.map(lambda x: x, state)
-    for path, variable in leaves(flat):
-        if path == "lm_head":
-            variable.set_value(jnp.zeros_like(variable[...]))
-    other = Engine(nnx.merge(graphdef, flat), contract=contract(), **SIZES)
+    flat = nnx.clone(model())
+    flat.lm_head.set_value(jnp.zeros_like(flat.lm_head[...]))
+    other = Engine(flat, contract=contract(), **SIZES)
     other.programs = engine().programs
     assert other.generate([prompt(5)], params(temperature=0))[0][0].token_ids.tolist() == [0] * 12
 
@@ -278,12 +272,9 @@ def test_weights_of_another_model_are_refused():
 
 
 def test_logits_that_are_not_finite_end_that_request_only():
-    graphdef, state = nnx.split(model())
-    broken = jax.tree.map(lambda x: x, state)
-    for path, variable in leaves(broken):
-        if path == "embed":
-            variable.set_value(variable[...].at[50].set(jnp.nan))
-    other = Engine(nnx.merge(graphdef, broken), contract=contract(), **SIZES)
+    broken = nnx.clone(model())
+    broken.embed.set_value(broken.embed[...].at[50].set(jnp.nan))
+    other = Engine(broken, contract=contract(), **SIZES)
     other.programs = engine().programs
     good = [t for t in prompt(21) if t != 50]
     first = other.submit(good, params(max_tokens=3))
