@@ -10,9 +10,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from glm_jax.invariance.observations import Observations
+from glm_jax.invariance.observations import LOGPROB, Observations
 from glm_jax.invariance.session import Span
 from glm_jax.invariance.trial import MOST_DECODED, Trial
+from glm_jax.training.pack import pack
 
 MOST_ROWS = 256
 """Tokens of a mixed step; more would only add programs."""
@@ -61,6 +62,30 @@ def preempted(trial: Trial) -> Observations:
     return wander(trial, trial.rng("preempted"), preempt=0.15)
 
 
+def train(trial: Trial) -> Observations:
+    """All sequences in the trainer's forward, in a random place each; log-probabilities only."""
+    programs, rng = trial.programs, trial.rng("train")
+    sequences = [np.asarray(x, np.int32) for x in trial.sequences]
+    order = rng.permutation(trial.indices).tolist()
+    packed_batch, rows = pack(
+        programs.cfg,
+        programs.contract,
+        sequences,
+        [np.roll(x, -1) for x in sequences],
+        n_rows=programs.bucket(trial.capacity * len(sequences)),
+        max_length=trial.capacity,
+        placement=order,
+    )
+    logprob_T = np.asarray(programs.train(trial.leaves, packed_batch))
+    logprob_n = np.concatenate([logprob_T[row] for row in rows])
+    return Observations(
+        sequence_n=np.repeat(trial.indices, [len(x) for x in sequences]),
+        position_n=np.concatenate([np.arange(len(x)) for x in sequences]),
+        columns={LOGPROB: logprob_n.view(np.uint32).astype(np.uint64)},
+        finite=bool(np.isfinite(logprob_n).all()),
+    )
+
+
 PHASES: Mapping[str, Phase] = MappingProxyType(
     {
         "prefill": prefill,
@@ -69,6 +94,7 @@ PHASES: Mapping[str, Phase] = MappingProxyType(
         "mixed": mixed,
         "packed": packed,
         "preempted": preempted,
+        "train": train,
     }
 )
 REFERENCE = "prefill"

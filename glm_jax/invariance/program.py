@@ -16,6 +16,8 @@ from glm_jax.head import score
 from glm_jax.model import GlmModel
 from glm_jax.model.context import Taps
 from glm_jax.numerics.contract import NumericsContract
+from glm_jax.training.backward import train_forward
+from glm_jax.training.pack import TrainBatch
 
 Notice = Callable[[str], None]
 
@@ -49,6 +51,12 @@ class Programs:
             lambda *args, taps: _step(self._structure, *args, taps=taps),
             static_argnames="taps",
             donate_argnums=3,
+        )
+        # All that the trainer keeps is returned, so that nothing of its forward is left out.
+        self._train = jax.jit(
+            lambda leaves, train: train_forward(
+                jax.tree.unflatten(self._structure, leaves), train, contract
+            )
         )
         self._fill = jax.jit(_fill_pages, donate_argnums=0)
 
@@ -97,6 +105,18 @@ class Programs:
             what += ", with intermediate values" if taps else ""
             self._notice(f"compiled {self.contract.mode} forward of {what}: {seconds:.1f} s")
         return self._compiled[key](*args)
+
+    def train(self, leaves: list[Array], train: TrainBatch) -> Float[Array, "T"]:
+        """Log-probabilities of the trainer's forward, which also saves what its backward reads."""
+        key = ("train", train.batch.n_tokens, train.n_slots, train.max_length, train.start_n.shape)
+        if key not in self._compiled:
+            began = time.perf_counter()
+            self._compiled[key] = self._train.lower(leaves, train).compile()
+            seconds = time.perf_counter() - began
+            self.compile_seconds += seconds
+            what = f"training forward of {train.batch.n_tokens} rows"
+            self._notice(f"compiled {self.contract.mode} {what}: {seconds:.1f} s")
+        return self._compiled[key](leaves, train)[0]
 
     def spoil(self, cache: LatentCache, pages: np.ndarray | list[int] | None) -> LatentCache:
         """Fills pages (None: all) with what must never be read; `cache` is consumed.

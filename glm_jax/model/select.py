@@ -74,7 +74,8 @@ def paged_scores(
     """
     n_rows, size = query_RIJ.shape[0], index_MPsJ.shape[2]
     width = query_RIJ.shape[2]
-    n_pages = jnp.max(position_R) // size + 1
+    # Never past the table, whatever a padding row's position is.
+    n_pages = jnp.minimum(jnp.max(position_R) // size + 1, pages_Rp.shape[1])
     offset_1s = jnp.arange(size, dtype=jnp.int32)[None, :]
 
     def body(j, score_RS):

@@ -82,20 +82,37 @@ def another_vocabulary_block(patch):
     patch.setattr(glm_jax.head, "_score_rows", score_rows)
 
 
+FAULTS = [
+    # Which of its operations a stock program computes otherwise is the machine's choice.
+    (stock_row_sum, 0, ("project", "output")),
+    (stock_product, 0, ("project", "output")),
+    (leaves_in_another_order, 0, ("project",)),
+    (no_causal_mask, 0, ("select",)),
+    (unsorted_selection, 0, ("select",)),
+    (another_combine_order, LAST, ("combine",)),
+    (another_vocabulary_block, None, ("head",)),
+]
+
+
+def unequal(trial, phases=("prefill", "decode")) -> int:
+    """Tokens whose log-probability differs between two phases."""
+    reference, other = (PHASES[name](trial) for name in phases)
+    return sum(int(differs_n.sum()) for differs_n in other.unequal(reference).values())
+
+
+@pytest.mark.parametrize("fault", [fault for fault, _, _ in FAULTS])
+def test_a_fault_is_found(monkeypatch, fault):
+    fault(monkeypatch)
+    assert unequal(trial_of()) > 0
+
+
+def test_without_a_fault_nothing_is_found():
+    assert unequal(trial_of()) == 0
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("fault", "layer", "regions"),
-    [
-        # Which of its operations a stock program computes otherwise is the machine's choice.
-        (stock_row_sum, 0, ("project", "output")),
-        (stock_product, 0, ("project", "output")),
-        (leaves_in_another_order, 0, ("project",)),
-        (no_causal_mask, 0, ("select",)),
-        (unsorted_selection, 0, ("select",)),
-        (another_combine_order, LAST, ("combine",)),
-        (another_vocabulary_block, None, ("head",)),
-    ],
-)
+@pytest.mark.parametrize(("fault", "layer", "regions"), FAULTS)
 def test_a_fault_is_found_and_its_region_named(monkeypatch, fault, layer, regions):
     fault(monkeypatch)
     phases = {name: PHASES[name] for name in ("prefill", "decode")}
@@ -106,6 +123,7 @@ def test_a_fault_is_found_and_its_region_named(monkeypatch, fault, layer, region
     assert first["phases"] == ["prefill", "decode"] and first["variant"] == "plain"
 
 
+@pytest.mark.slow
 def test_a_neighbours_page_is_found(monkeypatch):
     right = glm_jax.model.select.paged_scores
 
@@ -119,6 +137,7 @@ def test_a_neighbours_page_is_found(monkeypatch):
     assert first is not None and (first.layer, first.region) == (0, "select")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "layer", "region"),
     [(glm_jax.model.moe, LAST, "route"), (glm_jax.model.select, 0, "select")],
@@ -141,6 +160,7 @@ def test_a_tie_broken_otherwise_shows_only_where_ties_are_planted(
     assert first is not None and (first.layer, first.region) == (layer, region)
 
 
+@pytest.mark.slow
 def test_a_needle_meets_a_fault(monkeypatch):
     unsorted_selection(monkeypatch)
     result = needle_trials(model_of(TWO), 4, contract=PINNED, sizes=SIZES)
