@@ -60,8 +60,11 @@ class Display:
         """Greedy answers to held-out problems."""
         correct = record.get("reward/correct")
         share = "" if correct is None else f", {correct:.1%} correct"
-        text = f"held-out problems after RL step {record['step']}: reward {record['reward/mean']:.3f}"
-        self.console.print(f"{text}{share} of {record['problems']}", style="bold", markup=False)
+        text = (
+            f"{record['problems']} held-out problems after RL step {record['step']}: "
+            f"reward {record['reward/mean']:.3f}{share}"
+        )
+        self.console.print(text, style="bold", markup=False)
 
     def step(self, record: dict[str, Any]) -> None:
         """An RL step; a metric that could not be computed has an empty cell."""

@@ -215,9 +215,7 @@ class Loop:
         oldest = min(min(t.versions) for group in rollout.groups for t in group.trajectories)
         metrics["policy/versions_behind"] = self.trainer.version - oldest
         rate = learning_rate(step, rl.steps, rl.learning_rate, rl.schedule, rl.warmup_steps)
-        return metrics | self.trainer.optim_step(
-            AdamParams(rate, grad_clip_norm=rl.grad_clip_norm)
-        )
+        return metrics | self.trainer.optim_step(AdamParams(rate, grad_clip_norm=rl.grad_clip_norm))
 
     def _evaluate_once(self) -> None:
         """Greedy answers to the held-out problems, unless this step has been evaluated."""

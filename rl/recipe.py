@@ -18,7 +18,10 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 @dataclasses.dataclass(frozen=True)
 class ModelRecipe:
-    """A GLM-5.2-shaped model; field names are those of config.json. Vocabulary: the environment's."""
+    """A GLM-5.2-shaped model; field names are those of config.json.
+
+    The vocabulary is that of the environment.
+    """
 
     hidden_size: int = 64
     intermediate_size: int = 128
@@ -250,12 +253,10 @@ def _check(recipe: Recipe, problems: Problems) -> None:
         bad("engine.n_rows", f"is not above engine.n_slots = {engine.n_slots}", "raise it")
     if recipe.trainer.rows_per_batch < engine.capacity:
         remedy = "raise it, or lower the capacity"
-        bad(
-            "trainer.rows_per_batch", f"is below engine.capacity = {engine.capacity}", remedy
-        )
-    for section, steps, warmup in (("sft", sft.steps, sft.warmup_steps), ("rl", rl.steps, rl.warmup_steps)):
-        if warmup > steps:
-            bad(f"{section}.warmup_steps", f"is more than {section}.steps = {steps}", "lower it")
+        bad("trainer.rows_per_batch", f"is below engine.capacity = {engine.capacity}", remedy)
+    for name, stage in (("sft", sft), ("rl", rl)):
+        if stage.warmup_steps > stage.steps:
+            bad(f"{name}.warmup_steps", f"is more than {name}.steps = {stage.steps}", "lower it")
     try:
         environment = recipe.environment()
     except GlmError as error:
@@ -268,8 +269,8 @@ def _check(recipe: Recipe, problems: Problems) -> None:
     problems |= {f"model.{name}": f"model.{text}" for name, text in of_model.items()}
     if rl.top_k > vocab_size:
         bad("rl.top_k", f"is more than the vocabulary, {vocab_size}", "lower it (0 keeps all)")
-    if rl.max_tokens < environment.longest_answer:
-        bad("rl.max_tokens", f"is below the longest solution, {environment.longest_answer}", "raise it")
-    longest = environment.longest_prompt + max(rl.max_tokens, environment.longest_answer)
+    if rl.max_tokens < (answer := environment.longest_answer):
+        bad("rl.max_tokens", f"is below the longest solution, {answer}", "raise it")
+    longest = environment.longest_prompt + max(rl.max_tokens, answer)
     if engine.capacity < longest:
         bad("engine.capacity", f"is below the {longest} tokens of a problem and answer", "raise it")

@@ -69,8 +69,9 @@ def _make(cls: Any, flat: Mapping[str, Any], prefix: str) -> Any:
             values[field.name] = _make(kind, flat, f"{name}.")
         elif name in flat:
             value = flat[name]
-            made = tuple(value) if isinstance(value, list) else value
-            values[field.name] = float(value) if kind is float else made
+            if kind is float:
+                value = float(value)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)
 
 

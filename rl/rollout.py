@@ -107,7 +107,7 @@ def roll_out(
             )
             for sample in live
         ]
-        answers = engine.generate([sample.tokens for sample in live], each)
+        answers = engine.generate([list(sample.tokens) for sample in live], each)
         for sample, (completion,) in zip(live, answers, strict=True):
             sample.take(completion)
     dropped = {s.problem: s.failure for s in reversed(samples) if s.failure is not None}
@@ -191,9 +191,7 @@ class _Sample:
         self._given(self.episode.prompt)
         self.n_prompt = len(self.tokens)
         if not 0 < self.n_prompt <= self.most_prompt:
-            raise ValueError(
-                f"the prompt has {self.n_prompt} tokens; need 1 to {self.most_prompt}"
-            )
+            raise ValueError(f"the prompt has {self.n_prompt} tokens; need 1 to {self.most_prompt}")
 
     def _answer(self, ids: np.ndarray) -> None:
         answer = self.episode.step(ids)

@@ -1,7 +1,6 @@
 """`run`: a recipe from start to report."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from glm_jax.checkpoint.hub_save import save_hub

@@ -21,9 +21,7 @@ EVALUATION, SAMPLES = "evaluation.jsonl", "samples.jsonl"
 class RunDirectory:
     """One run's directory. A run that was killed is taken up where its last whole checkpoint is."""
 
-    def __init__(
-        self, recipe: Recipe, contract: NumericsContract, note: Callable[[str], None]
-    ):
+    def __init__(self, recipe: Recipe, contract: NumericsContract, note: Callable[[str], None]):
         """Makes the directory, or enters that of the same recipe and contract.
 
         Args:
@@ -44,10 +42,10 @@ class RunDirectory:
     def _claim(self, recipe: Recipe, contract: NumericsContract) -> None:
         stored = self.path / RECIPE
         if stored.is_file():
-            if differing := differing_keys(recipe, read_toml(stored)):
+            if differing := "; ".join(differing_keys(recipe, read_toml(stored))):
                 raise GlmError(
-                    f"out = {recipe.out!r}: holds a run of another recipe ({'; '.join(differing)}); "
-                    "give another place: out=DIR"
+                    f"out = {recipe.out!r}: holds a run of another recipe ({differing}); give "
+                    "another place: out=DIR"
                 )
             compare_contracts(contract, read_contract_file(self.path), str(self.path))
         elif self.path.exists() and any(self.path.iterdir()):

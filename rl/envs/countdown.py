@@ -1,11 +1,10 @@
 """Countdown: reach a target with + - * / from given numbers, each used exactly once.
 
-A problem reads `3,7,12=33:`, and `3*7+12` with `<eos>` after it is an answer. Everything is a function
-of seed, split and index.
+A problem reads `3,7,12=33:`, and `3*7+12` with `<eos>` after it is an answer. Everything is a
+function of seed, split and index.
 """
 
 import dataclasses
-import functools
 import hashlib
 from typing import NamedTuple
 
@@ -18,6 +17,8 @@ from rl.envs.environment import Answer, Demonstration, Split
 
 CHARACTERS = "0123456789+-*/()=,: "
 """Of the tokenizer, ids 3 and on."""
+
+_TOKENIZER = character_tokenizer(CHARACTERS)
 
 ONE_IN = 8
 """One in so many of all possible problems can only be met in evaluation."""
@@ -99,10 +100,10 @@ class Countdown:
         self.problem("train", 0)
         self.problem("eval", 0)
 
-    @functools.cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
         """One id a character."""
-        return character_tokenizer(CHARACTERS)
+        return _TOKENIZER
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -188,7 +189,9 @@ class CountdownEpisode:
         """Rewards an answer; one that does not end with `<eos>` is cut, and wrong."""
         ended = len(action) > 0 and int(action[-1]) in self.environment.stop_ids
         # Special tokens are shown, so that none hides within an answer.
-        text = self.environment.tokenizer.decode(action[:-1], special=True) if ended else ""
+        text = (
+            self.environment.tokenizer.decode(action[:-1].tolist(), special=True) if ended else ""
+        )
         found = check_answer(self.problem, text)
         reward = self.environment.partial if found.right_numbers else 0.0
         metrics = {name: float(value) for name, value in found._asdict().items()}

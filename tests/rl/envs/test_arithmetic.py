@@ -68,7 +68,8 @@ def test_evaluation_agrees_with_python_on_every_short_text():
     n_expressions = 0
     for characters in itertools.chain(short, long):
         text = "".join(characters)
-        assert (found := evaluate(text)) == by_python(text), text
+        found = evaluate(text)
+        assert found == by_python(text), text
         n_expressions += found is not None
     assert n_expressions > 100
 
