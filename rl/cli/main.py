@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from glm_jax.errors import GlmError
-from rl.cli import bench, check, check_ops, info
+from rl.cli import bench, check, check_ops, compare, info, train
 
 app = typer.Typer(
     name="glm-jax",
@@ -26,6 +26,8 @@ app.add_typer(info.app)
 check.app.command()(check_ops.ops)
 app.add_typer(check.app, name="check")
 app.add_typer(bench.app, name="bench")
+app.add_typer(train.app, name="train")
+app.command()(compare.compare)
 
 
 def _print_versions(wanted: bool) -> None:

@@ -1,0 +1,141 @@
+"""The files of a run: its recipe, its records line by line, and its checkpoints."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from glm_jax.checkpoint.numerics import compare_contracts, read_contract_file, write_contract_file
+from glm_jax.errors import GlmError
+from glm_jax.numerics.contract import NumericsContract
+from rl.recipe import Recipe, differing_keys
+from rl.recipe_fields import read_toml
+
+RECIPE, SUMMARY = "recipe.toml", "summary.json"
+WARM_START, METRICS = "warm_start.jsonl", "metrics.jsonl"
+EVALUATION, SAMPLES = "evaluation.jsonl", "samples.jsonl"
+
+
+class RunDirectory:
+    """One run's directory. A run that was killed is taken up where its last whole checkpoint is."""
+
+    def __init__(self, recipe: Recipe, contract: NumericsContract, note: Callable[[str], None]):
+        """Makes the directory, or enters that of the same recipe and contract.
+
+        Args:
+            recipe: `recipe.out` is the place.
+            contract: the numerics of the run.
+            note: told what was skipped.
+
+        Raises:
+            GlmError: the directory belongs to another run; names the keys that differ.
+        """
+        self.path, self._note = Path(recipe.out).absolute(), note
+        try:
+            self._claim(recipe, contract)
+        except OSError as error:
+            remedy = "give a place that can be written: out=DIR"
+            raise GlmError(f"out = {recipe.out!r}: {error}; {remedy}") from error
+
+    def _claim(self, recipe: Recipe, contract: NumericsContract) -> None:
+        stored = self.path / RECIPE
+        if stored.is_file():
+            if differing := "; ".join(differing_keys(recipe, read_toml(stored))):
+                raise GlmError(
+                    f"out = {recipe.out!r}: holds a run of another recipe ({differing}); give "
+                    "another place: out=DIR"
+                )
+            compare_contracts(contract, read_contract_file(self.path), str(self.path))
+        elif self.path.exists() and any(self.path.iterdir()):
+            raise GlmError(f"out = {recipe.out!r}: is not empty and no run; give another: out=DIR")
+        else:
+            (self.path / "checkpoints").mkdir(parents=True)
+            write_contract_file(self.path, contract)
+            _replace(stored, recipe.to_toml())  # last: with it the directory is a run's
+
+    def append(self, file: str, record: dict[str, Any]) -> None:
+        """Adds one JSON object to a file of records. Numbers that are not finite are refused."""
+        with (self.path / file).open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def records(self, file: str) -> list[dict[str, Any]]:
+        """The objects of a file; a last line that was cut is left out."""
+        return read_records(self.path / file)
+
+    def keep(self, file: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Removes all records but the wanted ones: those a resumed run will not write again."""
+        lines = [json.dumps(record) + "\n" for record in self.records(file) if wanted(record)]
+        _replace(self.path / file, "".join(lines))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Writes the file whose presence says that the run is complete."""
+        _replace(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Of a complete run."""
+        file = self.path / SUMMARY
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    def checkpoint(self, n_steps: int) -> Path:
+        """Place of the checkpoint after so many optimiser steps."""
+        return self.path / "checkpoints" / f"step-{n_steps:06d}"
+
+    def checkpoints(self) -> list[Path]:
+        """Whole checkpoints, newest first: directories are renamed to these names when complete."""
+        return sorted((self.path / "checkpoints").glob("step-??????"), reverse=True)
+
+    def restore(self, load: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
+        """What `load` gives for the newest checkpoint that it can read; None if there is none.
+
+        Half-written and unreadable ones are removed, with a note.
+        """
+        for partial in (self.path / "checkpoints").glob(".step-*"):
+            self._note(f"{partial.name} was only half written: skipped")
+            shutil.rmtree(partial)
+        for path in self.checkpoints():
+            try:
+                return load(path)
+            except GlmError as error:
+                self._note(f"{path.name} cannot be used: skipped ({error})")
+                shutil.rmtree(path)
+        return None
+
+    def prune(self, n_kept: int) -> None:
+        """Removes all but the newest checkpoints."""
+        for path in self.checkpoints()[n_kept:]:
+            # Renamed first: one that is killed here is half-written, not half-removed.
+            gone = path.with_name(f".{path.name}.old")
+            shutil.rmtree(gone, ignore_errors=True)
+            path.rename(gone)
+            shutil.rmtree(gone)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """JSON objects of a file of lines; none if it is absent. A cut last line is left out.
+
+    Raises:
+        GlmError: another line is no JSON.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise GlmError(f"{path}, line {number}: is no JSON ({error}); remove it") from error
+    return records
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file so that it is there complete or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
