@@ -93,8 +93,14 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """The sums so far."""
-        scheduler = self._scheduler
-        return self._stats.plus(preemptions=scheduler.n_preempted, tokens_cached=scheduler.n_reused)
+        scheduler, times = self._scheduler, self._runner.stats
+        return self._stats.plus(
+            preemptions=scheduler.n_preempted,
+            tokens_cached=scheduler.n_reused,
+            compiles=times.compiles,
+            compile_seconds=times.compile_seconds,
+            device_seconds=times.device_seconds,
+        )
 
     @property
     def busy(self) -> bool:
