@@ -1,7 +1,7 @@
 """The engine: requests in, completions out, by the one forward."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,10 +37,11 @@ class Engine:
         n_slots: int = 64,
         capacity: int = 1024,
         n_pages: int | None = None,
-        step_tokens: int = 256,
-        decode_steps: int = 16,
+        n_rows: int = 256,
+        n_steps: int = 16,
         tokenizer: Decoder | None = None,
         version: int = 0,
+        on_compile: Callable[[str], None] = lambda _: None,
     ):
         """Makes an engine.
 
@@ -50,22 +51,22 @@ class Engine:
             n_slots: sequences that run at once.
             capacity: tokens a sequence, prompt included.
             n_pages: pages of the pool (default: room for `n_slots` full sequences).
-            step_tokens: tokens of a step with prompts; more than `n_slots`.
-            decode_steps: most tokens drawn a sequence in one dispatch.
+            n_rows: tokens of a step with prompts; more than `n_slots`.
+            n_steps: most tokens drawn a sequence in one dispatch.
             tokenizer: for text and stop strings.
             version: of the weights.
+            on_compile: told of each program that had to be compiled.
 
         Raises:
             GlmError: a size that cannot work.
         """
         contract = contract or NumericsContract()
-        if step_tokens <= n_slots:
+        if n_rows <= n_slots:
             raise GlmError(
-                f"step_tokens: {step_tokens} leaves no room for prompts beside n_slots = "
-                f"{n_slots}; raise it"
+                f"n_rows: {n_rows} leaves no room for prompts beside n_slots = {n_slots}; raise it"
             )
-        if decode_steps < 1:
-            raise GlmError(f"decode_steps: {decode_steps}; must be at least 1")
+        if n_steps < 1:
+            raise GlmError(f"n_steps: {n_steps}; must be at least 1")
         if n_pages is None:
             n_pages = n_slots * -(-capacity // contract.key_block)
         self.cfg, self.contract, self.capacity = model.cfg, contract, capacity
@@ -76,14 +77,15 @@ class Engine:
                 model.cfg, n_slots, capacity, contract=contract, n_pages=n_pages
             ),
             n_slots=n_slots,
-            step_tokens=step_tokens,
-            decode_steps=decode_steps,
+            n_rows=n_rows,
+            n_steps=n_steps,
+            on_compile=on_compile,
         )
         self._scheduler = Scheduler(
             PagePool(n_pages, contract.key_block),
             n_slots=n_slots,
-            step_tokens=step_tokens,
-            decode_steps=decode_steps,
+            n_rows=n_rows,
+            n_steps=n_steps,
         )
         self._requests: dict[int, list[Sample]] = {}
         self._untold: list[Event] = []
@@ -95,9 +97,9 @@ class Engine:
         """The sums so far."""
         scheduler, times = self._scheduler, self._runner.stats
         return self._stats.plus(
-            preemptions=scheduler.n_preempted,
-            tokens_cached=scheduler.n_reused,
-            compiles=times.compiles,
+            n_preempted=scheduler.n_preempted,
+            n_reused=scheduler.n_reused,
+            n_compiled=times.n_compiled,
             compile_seconds=times.compile_seconds,
             device_seconds=times.device_seconds,
         )
@@ -224,7 +226,7 @@ class Engine:
             raise
         since = self._runner.stats - before
         spent = time.perf_counter() - began - since.device_seconds - since.compile_seconds
-        self._stats = self._stats.plus(steps=1, host_seconds=spent)
+        self._stats = self._stats.plus(n_steps=1, host_seconds=spent)
         return events
 
     def _check(self, prompt: Sequence[int], params: SamplingParams, name: str) -> np.ndarray:
@@ -271,7 +273,7 @@ class Engine:
             problem = sample.take_prompt(span.first, prompt_T[at : at + n_tokens])
             at += n_tokens
             if not (sample.tokens and sample.decodes):
-                self._stats = self._stats.plus(tokens_prefilled=n_tokens)
+                self._stats = self._stats.plus(n_prefilled=n_tokens)
             drawn = jax.tree.map(lambda x, row=row: x[row : row + 1], output.drawn)
             draws = span.draws
             row += draws
@@ -288,7 +290,7 @@ class Engine:
         before = len(sample.tokens)
         ending = sample.take(drawn, self.version)
         n_new = len(sample.tokens) - before
-        self._stats = self._stats.plus(tokens_generated=n_new)
+        self._stats = self._stats.plus(n_generated=n_new)
         if ending is not None:
             return self._end(sample, n_new, *ending)
         self._scheduler.computed(sample, sample.n_known - 1)

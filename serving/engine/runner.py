@@ -28,17 +28,18 @@ class Runner:
         make_cache: Callable[[], LatentCache],
         *,
         n_slots: int,
-        step_tokens: int,
-        decode_steps: int,
+        n_rows: int,
+        n_steps: int,
+        on_compile: Callable[[str], None],
     ):
-        self.cfg, self.decode_steps = model.cfg, decode_steps
+        self.cfg, self.n_steps, self._on_compile = model.cfg, n_steps, on_compile
         self._layout = Layout(model)
         self._arrays = self._layout.arrays(model)
         self._programs = program.programs_of(self._layout.structure)
         self._make_cache, self._cache = make_cache, make_cache()
         self.contract: NumericsContract = self._cache.contract
         self._table = np.array(self._cache.table_Up)
-        self._step_sizes = _sizes(self.contract.row_tiles, step_tokens)
+        self._step_sizes = _sizes(self.contract.row_tiles, n_rows)
         self._draw_sizes = _sizes(self.contract.row_tiles, n_slots)
         self.stats = EngineStats()
         """Times and compilations only."""
@@ -54,7 +55,7 @@ class Runner:
         samples = self._place(plan.spans)
         n_rows = _fitting(self._draw_sizes, len(samples))
         draws = assemble.draws(samples, n_rows, self.cfg.vocab_size)
-        static = (_top(samples), self.decode_steps)
+        static = (_top(samples), self.n_steps)
         return self._run(program.decode, static, samples, draws, np.int32(plan.n_steps))
 
     def mixed(self, spans: Sequence[Span]) -> MixedOutput:
@@ -81,7 +82,7 @@ class Runner:
             self._executable(program.mixed, (0,), *state, step)
         for n in self._draw_sizes:
             draws = assemble.draws([], n, vocab_size)
-            self._executable(program.decode, (0, self.decode_steps), *state, draws, np.int32(1))
+            self._executable(program.decode, (0, self.n_steps), *state, draws, np.int32(1))
 
     def _place(self, spans: Sequence[Span]) -> list[Sample]:
         """Writes the samples' pages into the table."""
@@ -110,13 +111,14 @@ class Runner:
         return output
 
     def _executable(self, function: Any, static: tuple[Any, ...], *args: Any) -> Any:
-        """The executable for these arguments; making it is counted."""
-        programs = self._programs
-        compiles, seconds = programs.n_compiled, programs.seconds
+        """The executable for these arguments; making it is counted and told."""
+        programs, before = self._programs, self._programs.n_compiled
+        seconds = programs.seconds
         executable = programs.compiled(function, static, *args)
-        self.stats = self.stats.plus(
-            compiles=programs.n_compiled - compiles, compile_seconds=programs.seconds - seconds
-        )
+        if programs.n_compiled > before:
+            seconds = programs.seconds - seconds
+            self.stats = self.stats.plus(n_compiled=1, compile_seconds=seconds)
+            self._on_compile(f"compiled the engine's {function.__name__} step: {seconds:.1f} s")
         return executable
 
 

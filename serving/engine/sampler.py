@@ -130,9 +130,16 @@ def _draw_rows(ops, logits_RV, temperature_R, rows: Rows, position_R, generated_
         None,
     )
     noisy_RV = jnp.where(kept_RV, z_RV + _gumbel(rows, position_R, z_RV.shape[1]), -jnp.inf)
-    # argmax takes the first of equals: the lowest id.
-    token_R = jnp.argmax(jnp.where(greedy_R[:, None], z_RV, noisy_RV), axis=1).astype(jnp.int32)
+    token_R = _first_of_the_largest(jnp.where(greedy_R[:, None], z_RV, noisy_RV), id_1V)
     return token_R, _pack(kept_RV | greedy_R[:, None], width)
+
+
+def _first_of_the_largest(x_RV: Array, id_1V: Array) -> Int[Array, "R"]:
+    """`argmax`, whose reduction of pairs XLA does not vectorise on a CPU. A row with NaN gets 0."""
+    largest_RV = x_RV == jnp.max(x_RV, axis=1, keepdims=True)
+    n_ids = x_RV.shape[1]
+    id_R = jnp.min(jnp.where(largest_RV, id_1V, n_ids), axis=1)
+    return jnp.where(id_R == n_ids, 0, id_R)
 
 
 def _filter(ops: Arithmetic, z_RV: Array, rows: Rows) -> Bool[Array, "R V"]:

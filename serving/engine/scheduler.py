@@ -36,8 +36,8 @@ class Scheduler:
     recomputed, which changes no bit of it. The oldest is never the victim, so all get done.
     """
 
-    def __init__(self, pool: PagePool, *, n_slots: int, step_tokens: int, decode_steps: int):
-        self.pool, self.step_tokens, self.decode_steps = pool, step_tokens, decode_steps
+    def __init__(self, pool: PagePool, *, n_slots: int, n_rows: int, n_steps: int):
+        self.pool, self.n_rows, self.n_steps = pool, n_rows, n_steps
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         """Both oldest first."""
@@ -122,7 +122,7 @@ class Scheduler:
 
     def _plan_decoding(self) -> Plan:
         """As many steps as all samples have pages for; at least one, if need be at a victim's."""
-        n_steps = self.decode_steps
+        n_steps = self.n_steps
         while n_steps > 1 and self._pages_lacking(n_steps) > self.pool.n_available:
             n_steps //= 2
         for sample in list(self.running):
@@ -138,7 +138,7 @@ class Scheduler:
 
     def _plan_spans(self) -> list[Span]:
         """One token of each sample that decodes, then as much of the prompts as there is room."""
-        spans, room = [], self.step_tokens
+        spans, room = [], self.n_rows
         for sample in sorted(self.running, key=lambda s: not s.decodes):
             if sample.slot is None or room == 0:
                 continue

@@ -7,16 +7,16 @@ import dataclasses
 class EngineStats:
     """Sums since the engine was made; `later - earlier` is what happened between."""
 
-    steps: int = 0
+    n_steps: int = 0
     """Dispatches."""
-    tokens_generated: int = 0
+    n_generated: int = 0
     """Tokens that completions hold or will hold."""
-    tokens_prefilled: int = 0
+    n_prefilled: int = 0
     """Tokens computed to fill the cache: prompts, and what preemption made to be recomputed."""
-    tokens_cached: int = 0
+    n_reused: int = 0
     """Tokens that kept pages saved from being computed."""
-    preemptions: int = 0
-    compiles: int = 0
+    n_preempted: int = 0
+    n_compiled: int = 0
     compile_seconds: float = 0.0
     device_seconds: float = 0.0
     """From handing a step to the device until its results are here, without compiling."""

@@ -29,7 +29,7 @@ CFG = preset("tiny").with_overrides(
 """Selection bites from 9 tokens on; the vocabulary is no multiple of a word or a vector."""
 
 PAGE = 16
-SIZES = {"n_slots": 8, "capacity": 80, "n_pages": 14, "step_tokens": 64, "decode_steps": 4}
+SIZES = {"n_slots": 8, "capacity": 80, "n_pages": 14, "n_rows": 64, "n_steps": 4}
 """All engines of these tests share their programs. The pool is too small for eight long ones."""
 
 EOS = 3

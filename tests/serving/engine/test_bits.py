@@ -36,10 +36,10 @@ def test_neighbours_chunks_and_slots_change_no_bit(kind, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drawing_one_token_a_dispatch_changes_no_bit(dtype):
     stepwise = new_engine(model(dtype))
-    stepwise._scheduler.decode_steps = 1
-    before = stepwise.stats.steps
+    stepwise._scheduler.n_steps = 1
+    before = stepwise.stats.n_steps
     got = stepwise.generate([prompt(21)], KINDS["filtered"])[0][0]
-    assert stepwise.stats.steps - before == len(got.token_ids)
+    assert stepwise.stats.n_steps - before == len(got.token_ids)
     assert bits(got) == bits(alone("filtered", 21, dtype))
 
 
@@ -47,10 +47,10 @@ def test_drawing_one_token_a_dispatch_changes_no_bit(dtype):
 def test_kept_pages_change_no_bit_at_any_border(n):
     fresh = new_engine()
     first = fresh.generate([prompt(n)], KINDS["filtered"])[0][0]
-    assert fresh.stats.tokens_cached == 0
+    assert fresh.stats.n_reused == 0
     again = fresh.generate([prompt(n)], KINDS["filtered"])[0][0]
     # At least the last prompt token is computed anew.
-    assert fresh.stats.tokens_cached == (n - 1) // PAGE * PAGE
+    assert fresh.stats.n_reused == (n - 1) // PAGE * PAGE
     assert bits(first) == bits(again) == bits(alone("filtered", n))
 
 
@@ -60,14 +60,14 @@ def test_a_page_serves_its_own_prefix_only():
     other = prompt(40)
     other[3] ^= 1
     got = fresh.generate([other], params())[0][0]
-    assert fresh.stats.tokens_cached == 0
+    assert fresh.stats.n_reused == 0
     assert bits(got) == bits(engine().generate([other], params())[0][0])
 
 
 def test_samples_of_one_prompt_compute_its_whole_pages_once():
     fresh = new_engine()
     got = fresh.generate([prompt(2 * PAGE + 3)], params(n=4))[0]
-    assert fresh.stats.tokens_cached == 3 * 2 * PAGE
+    assert fresh.stats.n_reused == 3 * 2 * PAGE
     for i, one in enumerate(got):
         single = engine().generate([prompt(2 * PAGE + 3)], params(first_sample=i))[0][0]
         assert bits(one) == bits(single)
@@ -78,7 +78,7 @@ def test_preemption_changes_no_bit_and_leaks_no_page():
     prompts = [prompt(20 + i) for i in range(8)]
     each = [params(max_tokens=30, seed=i, stop_ids=(3,)) for i in range(8)]
     got = crowded.generate(prompts, each)
-    assert crowded.stats.preemptions > 0
+    assert crowded.stats.n_preempted > 0
     for (one,), p, q in zip(got, prompts, each, strict=True):
         assert bits(one) == bits(engine().generate([p], q)[0][0])
     assert held_pages(crowded) == 0
@@ -103,7 +103,7 @@ def test_no_program_is_compiled_after_warm_up():
     warm = new_engine()
     warm.warm_up()
     rng = np.random.default_rng(0)
-    before = warm.stats.compiles
+    before = warm.stats.n_compiled
     for n in (1, 8, 12, 2, 5, 20):
         prompts = [prompt(int(rng.integers(1, 60)), i) for i in range(n)]
         kinds = [
@@ -117,4 +117,4 @@ def test_no_program_is_compiled_after_warm_up():
             for _ in range(n)
         ]
         warm.generate(prompts, kinds)
-    assert warm.stats.compiles == before and held_pages(warm) == 0
+    assert warm.stats.n_compiled == before and held_pages(warm) == 0

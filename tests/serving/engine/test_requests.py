@@ -114,9 +114,9 @@ def test_kept_keys_of_old_weights_serve_their_own_sample_only():
     running.step()
     running.set_weights(other, version=9, keep=True)
     ((got,),) = run_dry(running).values()
-    assert running.stats.preemptions == 0 and set(got.weight_versions.tolist()) == {0, 9}
+    assert running.stats.n_preempted == 0 and set(got.weight_versions.tolist()) == {0, 9}
     after = running.generate([prompt(40)], params())[0][0]
-    assert running.stats.tokens_cached == 0
+    assert running.stats.n_reused == 0
     assert bits(after) == bits(new_engine(other).generate([prompt(40)], params())[0][0])
 
 
@@ -187,10 +187,10 @@ def test_an_interrupted_step_leaves_a_working_engine(monkeypatch):
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(message, ids, changes):
-    steps = engine().stats.steps
+    steps = engine().stats.n_steps
     with pytest.raises(GlmError, match=message):
         engine().generate([prompt(4), ids], [params(), params(**changes)])
-    assert engine().stats.steps == steps and not engine().busy
+    assert engine().stats.n_steps == steps and not engine().busy
 
 
 def test_a_request_that_can_never_fit_in_the_pool_is_refused():
@@ -199,10 +199,10 @@ def test_a_request_that_can_never_fit_in_the_pool_is_refused():
 
 
 def test_sizes_that_cannot_work_are_refused():
-    with pytest.raises(GlmError, match="step_tokens: 8 leaves no room for prompts"):
-        new_engine(step_tokens=8)
-    with pytest.raises(GlmError, match="decode_steps: 0; must be at least 1"):
-        new_engine(decode_steps=0)
+    with pytest.raises(GlmError, match="n_rows: 8 leaves no room for prompts"):
+        new_engine(n_rows=8)
+    with pytest.raises(GlmError, match="n_steps: 0; must be at least 1"):
+        new_engine(n_steps=0)
     with pytest.raises(GlmError, match="params: 1 for 2 prompts; give one a prompt"):
         engine().generate([prompt(4)] * 2, [params()])
 
@@ -211,7 +211,7 @@ def test_the_counts_of_the_engine_add_up():
     one = new_engine()
     one.generate([prompt(40), prompt(21)], params(max_tokens=6))
     stats = one.stats
-    assert stats.tokens_generated == 12 and stats.tokens_prefilled == 61
-    assert stats.steps > 0 and stats.device_seconds > 0 and stats.host_seconds > 0
-    assert (stats - stats).steps == 0
+    assert stats.n_generated == 12 and stats.n_prefilled == 61
+    assert stats.n_steps > 0 and stats.device_seconds > 0 and stats.host_seconds > 0
+    assert (stats - stats).n_steps == 0
     assert np.isclose(one.stats.compile_seconds, stats.compile_seconds)
