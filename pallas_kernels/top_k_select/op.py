@@ -22,9 +22,7 @@ def order_key(scores: Float[Array, "..."]) -> UInt32[Array, "..."]:
     return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
 
 
-def select_mask(
-    scores_TS: Float[Array, "T S"], k: int | Int[Array, "T"]
-) -> Bool[Array, "T S"]:
+def select_mask(scores_TS: Float[Array, "T S"], k: int | Int[Array, "T"]) -> Bool[Array, "T S"]:
     """Marks the `k` first entries of each row; all of them where `S <= k`.
 
     `k` may differ by row; a row of a traced `k` below 1 is marked as if it were 1.
