@@ -1,8 +1,10 @@
 """Times transformers' GlmMoeDsaForCausalLM, one timing per request.
 
-`glm-jax bench forward --peer-python PATH` (and `score`, `train`) starts this file with the Python
-of an environment that has torch and transformers (5.24 or later); this project never imports it.
-Argument: a JSON object with task, config, batch, micro_batch, length, threads and dtypes. The
+`glm-jax bench forward --peer-python PATH` (and `score`, `train`, `decode`) starts this file with
+the Python of an environment that has torch and transformers (5.24 or later); this project never
+imports it.
+Argument: a JSON object with task, config, batch, micro_batch, length, threads and dtypes (and
+new_tokens, for `generate`). A request is a dtype, and perhaps a smaller number of sequences. The
 protocol is described in glm_jax/bench/peer.py.
 By hand: `python scripts/bench_transformers.py "$WORK"`, then type a dtype and Enter.
 """
@@ -51,8 +53,20 @@ def train(model: Any, ids: Any, work: dict[str, Any]) -> Any:
     return loss.detach()
 
 
+def generate(model: Any, ids: Any, work: dict[str, Any]) -> Any:
+    """Sampled continuations of the prompts, at temperature 1 and without filters."""
+    n = work["new_tokens"]
+    length = {"min_new_tokens": n, "max_new_tokens": n, "pad_token_id": 0}
+    all_ids = model.generate(
+        ids, attention_mask=ids.new_ones(ids.shape), do_sample=True, top_k=0, **length
+    )
+    new = all_ids[:, ids.shape[1] :].float()
+    return new if new.shape[1] == n else new.new_tensor(float("nan"))
+
+
 TASKS: dict[str, Callable[[Any, Any, dict[str, Any]], Any]] = {
     "forward": forward,
+    "generate": generate,
     "score": score,
     "train": train,
 }
@@ -86,14 +100,16 @@ def main() -> None:
     torch.set_num_threads(work["threads"])
     torch.set_grad_enabled(task is train)
     models = {dtype: load(work, dtype) for dtype in work["dtypes"]}
-    ids = torch.randint(work["config"]["vocab_size"], (work["batch"], work["length"]))
+    all_ids = torch.randint(work["config"]["vocab_size"], (work["batch"], work["length"]))
     answer(torch=torch.__version__, transformers=transformers.__version__)
 
     for request in sys.stdin:
-        model = models.get(request.strip())
+        dtype, *numbers = request.split()
+        model = models.get(dtype)
         if model is None:
-            answer(error=f"dtype {request.strip()!r} was not asked for at the start")
+            answer(error=f"dtype {dtype!r} was not asked for at the start")
             continue
+        ids = all_ids[: int(numbers[0])] if numbers else all_ids
         model.zero_grad(set_to_none=True)
         wall, cpu = time.perf_counter(), time.process_time()
         values = task(model, ids, work)

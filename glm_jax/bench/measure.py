@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any
 
 from glm_jax.bench.device import device
@@ -82,6 +83,7 @@ def measure(
     figures: Callable[[Measured], dict[str, Any]],
     *,
     peer: Peer | None = None,
+    peer_requests: Mapping[str, Sequence[int]] = MappingProxyType({"peer": ()}),
     progress: Progress = lambda step: None,
     **sizes: Any,
 ) -> dict[str, Any]:
@@ -92,6 +94,7 @@ def measure(
         build: compiles the programs for a config (that of one dtype).
         figures: what to report of a dtype's samples.
         peer: another implementation, measured in the same rounds.
+        peer_requests: name of each of its tasks, and the numbers that its request brings.
         progress: called with each step.
         **sizes: further entries of the report.
     """
@@ -103,7 +106,7 @@ def measure(
         tasks = {name: program.task for name, program in programs.items()}
         tasks |= {str(shape): gemm(shape, dtype) for shape in bench.gemm_shapes}
         if peer is not None:
-            tasks["peer"] = peer.task(dtype)
+            tasks |= {name: peer.task(dtype, *asked) for name, asked in peer_requests.items()}
 
         def show(done: int, of: int, dtype: str = dtype) -> None:
             progress(f"{dtype}: round {done} of {of}")

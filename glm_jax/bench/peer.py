@@ -19,8 +19,8 @@ class Peer:
     """A program that reads requests from stdin and answers each with one line of JSON on stdout.
 
     It is given one argument, a JSON object with the work to measure. Its first line is a greeting,
-    an object that names its versions; then each request, a dtype on a line, is answered by
-    `{"wall_s": ..., "cpu_s": ...}`, or by `{"error": ...}`.
+    an object that names its versions; then each request, a dtype and perhaps a number of sequences
+    on a line, is answered by `{"wall_s": ..., "cpu_s": ...}`, or by `{"error": ...}`.
 
     Use it as a context manager: the child ends with the block.
 
@@ -66,13 +66,14 @@ class Peer:
         self._child.communicate()
         self._log.close()
 
-    def task(self, dtype: str) -> Task:
+    def task(self, dtype: str, *numbers: int) -> Task:
         """A task that asks the child for one timing."""
+        request = " ".join([dtype, *map(str, numbers)])
 
         def run() -> Sample:
             assert self._child.stdin is not None
             try:
-                self._child.stdin.write(f"{dtype}\n")
+                self._child.stdin.write(f"{request}\n")
                 self._child.stdin.flush()
             except BrokenPipeError:
                 pass  # _answer reports the end of the child

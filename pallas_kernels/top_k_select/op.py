@@ -22,17 +22,22 @@ def order_key(scores: Float[Array, "..."]) -> UInt32[Array, "..."]:
     return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
 
 
-def select_mask(scores_TS: Float[Array, "T S"], k: int) -> Bool[Array, "T S"]:
+def select_mask(scores_TS: Float[Array, "T S"], k: int | Int[Array, "T"]) -> Bool[Array, "T S"]:
     """Marks the `k` first entries of each row; all of them where `S <= k`.
+
+    `k` may differ by row; a row of a traced `k` below 1 is marked as if it were 1.
 
     Bisects the bits of the k-th largest key, then, only if some row has a tie at that key, the
     index up to which tied entries are taken. O(32 T S) compares, no sort.
     """
     n_tokens, n_keys = scores_TS.shape
-    if k < 1:
-        raise ValueError(f"k: {k}; at least one entry must be selected")
-    if n_keys <= k:
-        return jnp.ones((n_tokens, n_keys), bool)
+    if isinstance(k, int):
+        if k < 1:
+            raise ValueError(f"k: {k}; at least one entry must be selected")
+        if n_keys <= k:
+            return jnp.ones((n_tokens, n_keys), bool)
+    else:
+        k = jnp.clip(k, 1, n_keys)
     key_TS = order_key(scores_TS)
 
     def count(mask_TS):

@@ -114,23 +114,31 @@ def decode(
     context: Annotated[int, typer.Option(help="Tokens that the new one attends.")] = 200,
     capacity: Annotated[int, typer.Option(help="Tokens of a sequence that the cache holds.")] = 256,
     steps: Annotated[int, typer.Option(help="Steps of one sample.")] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt of the engine.")] = 32,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that the engine draws of each.")] = 96,
     dtype: DtypeOption = Dtype.BOTH,
     repeats: RepeatsOption = 5,
+    peer_python: PeerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time one decode step (a new token of each sequence), pinned and native."""
+    """Time one decode step (a new token of each sequence), and the engine on whole requests."""
     from glm_jax.bench.decode import DecodeBench, bench_decode
+    from serving.bench import EngineBench, bench_engine
 
-    bench = DecodeBench(
-        cfg=load_config(config),
-        sequences=tuple(sequences or (1, 16, 64)),
-        context=context,
-        capacity=capacity,
-        steps=steps,
-        dtypes=_dtypes(dtype),
-        repeats=repeats,
-    )
+    options: dict[str, Any] = {
+        "cfg": load_config(config),
+        "sequences": tuple(sequences or (1, 16, 64)),
+        "dtypes": _dtypes(dtype),
+        "repeats": repeats,
+    }
+    bench = DecodeBench(context=context, capacity=capacity, steps=steps, **options)
+    engine_bench = EngineBench(prompt=prompt, new_tokens=new_tokens, **options)
     figures = bench_decode(bench, progress=_show)
+    with _peer(peer_python, engine_bench.work_of_peer()) as peer:
+        engine = bench_engine(engine_bench, peer=peer, progress=_show)
+    for name, result in figures["results"].items():
+        result["engine"] = engine["results"][name]["engine"]
+    figures |= {name: engine[name] for name in ("prompt", "new_tokens", "versions")}
     _print(figures, f"decode step of {config} at context {context}", as_json, _decode_rows)
 
 
@@ -254,10 +262,30 @@ def _decode_rows(result: dict[str, Any]) -> Iterator[Row]:
                 lambda result, pick=pick, mode=mode: f"{pick(result)[mode]['tokens_per_s']:,.0f}",
             )
         yield from _comparison_rows(pick(result), pick, f"{n} x, ")
+    for n in result["engine"]:
+
+        def pick_engine(result: dict[str, Any], n: str = n) -> dict[str, Any]:
+            return result["engine"][n]
+
+        yield from _engine_rows(n, pick_engine(result), pick_engine)
     yield from _gemm_rows()
 
 
+def _engine_rows(
+    n: str, first: dict[str, Any], pick: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Iterator[Row]:
+    def rate(result: dict[str, Any], key: str) -> str:
+        return f"{pick(result)[key]['tokens_per_s']:,.0f}"
+
+    yield f"{n} x, engine, new tokens/s", partial(rate, key="engine")
+    yield "  host time of a step", lambda result: f"{pick(result)['host_share']:.1%}"
+    if first["peer"] is not None:
+        yield f"{n} x, transformers, new tokens/s", partial(rate, key="peer")
+        yield from _comparison_rows(first, pick, f"{n} x, ")
+
+
 _NAMES = {
+    "engine": "engine",
     "pinned": "pinned",
     "native": "native",
     "native_remat": "native remat",

@@ -1,7 +1,8 @@
 """The rollout engine: continuous batching over the paged cache, by the one forward."""
 
 from serving.engine.engine import Engine
-from serving.engine.request import Completion
+from serving.engine.request import Completion, Event
 from serving.engine.sampling_params import SamplingParams
+from serving.engine.stats import EngineStats
 
-__all__ = ["Completion", "Engine", "SamplingParams"]
+__all__ = ["Completion", "Engine", "EngineStats", "Event", "SamplingParams"]

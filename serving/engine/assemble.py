@@ -1,93 +1,75 @@
-"""Host arrays of a step, padded to a bucket."""
+"""Host arrays of a step, padded to a size that a program exists for."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from glm_jax.batch import TokenBatch
-from serving.engine.program import Decoding
-from serving.engine.request import Sample
+from serving.engine.program import Draws, Mixed
+from serving.engine.sample import Sample
 from serving.engine.sampler import Rows
 from serving.engine.scheduler import Span
 
-
-class Step(NamedTuple):
-    """Arguments of a mixed step."""
-
-    arrays: tuple[Any, ...]
-    """Batch, targets, rows after which a token is drawn, their state, and how many there are."""
-    drawing: list[Sample]
-    """Samples that draw, in the order of those rows."""
-    scores_prompt: bool
+STOP_IDS = 8
+"""Room for stop ids; doubled where a request has more, so that few programs are compiled."""
 
 
-def step(spans: Sequence[Span], bucket: Callable[[int], int], vocab_size: int) -> Step:
-    """The batch of some spans, one after the other."""
-    n_tokens = sum(span.last - span.first for span in spans)
-    n_rows = bucket(n_tokens)
+def mixed(spans: Sequence[Span], n_rows: int, n_draws: int, vocab_size: int) -> Mixed:
+    """The batch of some spans, one after the other, in `n_rows` rows."""
     ids, positions, slots, targets = (np.zeros(n_rows, np.int32) for _ in range(4))
-    ends, at = [], 0
-    for sample, first, last in spans:
-        rows = slice(at, at + last - first)
-        ids[rows], positions[rows] = sample.known(first, last), np.arange(first, last)
-        assert sample.slot is not None, "only running samples are planned"
-        slots[rows] = sample.slot
-        following = sample.known(first + 1, min(last + 1, sample.n_known))
+    last: Any = np.zeros(n_draws, np.int32)
+    drawing, at = [], 0
+    for span in spans:
+        sample, first, end = span
+        rows = slice(at, at + end - first)
+        ids[rows], positions[rows] = sample.known(first, end), np.arange(first, end)
+        slots[rows] = sample.place
+        following = sample.known(first + 1, min(end + 1, sample.n_known))
         targets[at : at + len(following)] = following
         at = rows.stop
-        ends.append(at - 1)
-    valid = np.arange(n_rows) < n_tokens
-    batch = TokenBatch(
-        jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(slots), jnp.asarray(valid)
-    )
-    drawing = [(span.sample, end) for span, end in zip(spans, ends, strict=True) if span.draws]
-    n_draws = bucket(max(1, len(drawing)))
-    last_R = np.zeros(n_draws, np.int32)
-    last_R[: len(drawing)] = [end for _, end in drawing]
-    samples = [sample for sample, _ in drawing]
-    arrays = (
-        batch,
-        jnp.asarray(targets),
-        jnp.asarray(last_R),
-        decoding(samples, n_draws, vocab_size),
-        jnp.int32(len(drawing)),
-    )
-    scores_prompt = any(
-        s.params.prompt_logprobs and first < len(s.prompt) - 1 for s, first, _ in spans
-    )
-    return Step(arrays, samples, scores_prompt)
+        if span.draws:
+            last[len(drawing)] = at - 1
+            drawing.append(sample)
+    valid = np.arange(n_rows) < at
+    scores_prompt: Any = np.asarray(any(span.sample.scores_prompt for span in spans))
+    targets_T: Any = targets
+    state = draws(drawing, n_draws, vocab_size)
+    batch = TokenBatch(*(jnp.asarray(x) for x in (ids, positions, slots, valid)), rows=1)
+    return Mixed(batch, targets_T, scores_prompt, last, state)
 
 
-def decoding(samples: Sequence[Sample], n_rows: int, vocab_size: int) -> Decoding:
+def draws(samples: Sequence[Sample], n_rows: int, vocab_size: int) -> Draws:
     """State of the samples that draw; rows after them are padding."""
 
-    def rows(dtype: Any, value: Callable[[Sample], Any], padding: Any) -> Any:
+    def rows(dtype: Any, value: Callable[[Sample], Any], padding: Any = 0) -> Any:
         out = np.full(n_rows, padding, dtype)
         out[: len(samples)] = [value(sample) for sample in samples]
-        return jnp.asarray(out)
+        return out
 
-    most = max([1, *(len(s.params.stop_ids) for s in samples)])
-    stop_Rs = np.full((n_rows, 1 << (most - 1).bit_length()), -1, np.int32)
+    n_stops = STOP_IDS
+    while any(len(s.params.stop_ids) > n_stops for s in samples):
+        n_stops *= 2
+    stop_Rs: Any = np.full((n_rows, n_stops), -1, np.int32)
     for row, sample in enumerate(samples):
         stop_Rs[row, : len(sample.params.stop_ids)] = sample.params.stop_ids
-    return Decoding(
-        token_R=rows(np.int32, lambda s: s.known(s.n_known - 1, s.n_known)[0], 0),
-        position_R=rows(np.int32, lambda s: s.n_known - 1, 0),
-        slot_R=rows(np.int32, lambda s: s.slot, 0),
-        active_R=rows(bool, lambda s: True, False),
-        generated_R=rows(np.int32, lambda s: len(s.tokens), 0),
-        left_R=rows(np.int32, lambda s: s.n_left, 0),
+    return Draws(
+        token_R=rows(np.int32, lambda s: s.tokens[-1] if s.tokens else s.prompt[-1]),
+        position_R=rows(np.int32, lambda s: s.n_known - 1),
+        slot_R=rows(np.int32, lambda s: s.place),
+        active_R=rows(bool, lambda s: True),
+        generated_R=rows(np.int32, lambda s: len(s.tokens)),
+        left_R=rows(np.int32, lambda s: s.n_left),
         rows=Rows(
-            temperature_R=rows(np.float32, lambda s: s.params.temperature or 1.0, 1.0),
-            greedy_R=rows(bool, lambda s: s.params.greedy, True),
-            top_p_R=rows(np.float32, lambda s: s.params.top_p, 1.0),
+            temperature_R=rows(np.float32, lambda s: s.params.temperature),
             top_k_R=rows(np.int32, lambda s: s.params.top_k or vocab_size, vocab_size),
-            min_p_R=rows(np.float32, lambda s: s.params.min_p, 0.0),
-            seed_R=rows(np.uint32, lambda s: s.params.seed, 0),
-            sample_R=rows(np.int32, lambda s: s.index, 0),
-            min_tokens_R=rows(np.int32, lambda s: s.params.min_tokens, 0),
-            stop_Rs=jnp.asarray(stop_Rs),
+            top_p_R=rows(np.float32, lambda s: s.params.top_p, 1.0),
+            min_p_R=rows(np.float32, lambda s: s.params.min_p),
+            # Without stop ids there is nothing to keep back.
+            min_tokens_R=rows(np.int32, lambda s: s.params.min_tokens * bool(s.params.stop_ids)),
+            stop_Rs=stop_Rs,
+            seed_R=rows(np.uint32, lambda s: s.params.seed),
+            sample_R=rows(np.int32, lambda s: s.index),
         ),
     )

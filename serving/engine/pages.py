@@ -1,18 +1,23 @@
-"""Pages of the cache: who holds them, and which prompts they can be used for again."""
+"""Pages of the cache: who holds them, and which prefixes they can serve again."""
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from glm_jax.errors import GlmError
+
+def page_key(before: bytes, tokens: np.ndarray) -> bytes:
+    """Names a page by all tokens up to its end: the key of the page before it, and its own."""
+    own = np.ascontiguousarray(tokens, np.int32).tobytes()
+    return hashlib.blake2b(before + own, digest_size=16).digest()
 
 
 class PagePool:
     """Hands out pages, counts holders, and keeps whole pages of computed tokens for reuse.
 
-    A page is keyed by a hash of all tokens up to its end, so that it can only serve the same
-    prefix. Pages that nobody holds stay until their room is needed, least recently used first.
+    A kept page can only serve the prefix that it was computed for. Pages that nobody holds stay
+    until their room is needed, least recently used first.
     """
 
     def __init__(self, n_pages: int, page_size: int):
@@ -23,9 +28,13 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
 
+    def pages_of(self, n_tokens: int) -> int:
+        """Pages that so many tokens fill or begin."""
+        return -(-n_tokens // self.page_size)
+
     @property
     def n_available(self) -> int:
-        """Pages that can be taken, kept ones included."""
+        """Pages that can be taken, kept ones that nobody holds included."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -34,23 +43,23 @@ class PagePool:
         return self.n_pages - self.n_available
 
     def take(self) -> int | None:
-        """A page nobody holds, or None."""
+        """A page that nobody holds, or None."""
         if self._free:
             page = self._free.pop()
         elif self._idle:
             page, _ = self._idle.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
+            self._forget(page)
         else:
             return None
         self._holders[page] = 1
         return page
 
-    def release(self, pages: list[int]) -> None:
-        """Gives up one hold on each page."""
-        # The end of a prefix goes first: without it the beginning is still of use.
+    def release(self, pages: Sequence[int]) -> None:
+        """Gives up one hold on each page of a sequence."""
+        # The end goes first: without it the beginning is still of use.
         for page in reversed(pages):
             if self._holders[page] < 1:
-                raise GlmError(f"page {page}: is held by nobody; it was released twice")
+                raise ValueError(f"page {page} is held by nobody; it was released twice")
             self._holders[page] -= 1
             if self._holders[page] == 0:
                 if page in self._key_of:
@@ -58,10 +67,10 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def find(self, tokens: np.ndarray) -> list[int]:
-        """Holds and returns the pages that hold the longest known prefix, in whole pages."""
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Holds and returns the pages of the longest known prefix."""
         found = []
-        for key in self._keys(tokens):
+        for key in keys:
             page = self._page_of.get(key)
             if page is None:
                 break
@@ -70,12 +79,22 @@ class PagePool:
             found.append(page)
         return found
 
-    def keep(self, tokens: np.ndarray, pages: list[int]) -> None:
-        """Remembers whole pages of computed tokens; `tokens` start at the sequence's beginning."""
-        for key, page in zip(self._keys(tokens), pages, strict=False):
-            # Equal tokens computed twice: the first page stays the known one.
-            if page not in self._key_of and key not in self._page_of:
-                self._key_of[page], self._page_of[key] = key, page
+    def keep(self, key: bytes, page: int) -> None:
+        """Remembers a whole page of computed tokens."""
+        # The same tokens computed twice: the first page stays the known one.
+        if page not in self._key_of and key not in self._page_of:
+            self._key_of[page], self._page_of[key] = key, page
+
+    def discard(self, pages: Sequence[int]) -> list[int]:
+        """Forgets what these pages hold; returns those that nobody holds."""
+        for page in pages:
+            self._forget(page)
+        unheld = [page for page in pages if self._holders[page] == 0]
+        for page in unheld:
+            if page in self._idle:
+                del self._idle[page]
+                self._free.append(page)
+        return unheld
 
     def forget(self) -> None:
         """Forgets all prefixes: the weights that computed them are gone."""
@@ -84,10 +103,6 @@ class PagePool:
         self._key_of.clear()
         self._page_of.clear()
 
-    def _keys(self, tokens: np.ndarray) -> list[bytes]:
-        keys, key, size = [], b"", self.page_size
-        for end in range(size, len(tokens) + 1, size):
-            part = np.ascontiguousarray(tokens[end - size : end], np.int32).tobytes()
-            key = hashlib.blake2b(key + part, digest_size=16).digest()
-            keys.append(key)
-        return keys
+    def _forget(self, page: int) -> None:
+        if page in self._key_of:
+            del self._page_of[self._key_of.pop(page)]

@@ -1,8 +1,8 @@
-"""A sample on its way through the engine, and what is left of it at the end."""
+"""What goes into the engine and what comes out of it."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -20,101 +20,47 @@ class Completion:
     index: int
     """Number of the sample."""
     token_ids: np.ndarray
-    """Sampled ids, the stop id that ended it included `[n]`."""
+    """Sampled ids `[n]`, int32; a stop id that ended the sample is the last."""
     logprobs: np.ndarray
-    """Of the model's own distribution, whatever the temperature and filters `[n]`, f32."""
+    """Raw log-probabilities `[n]`, f32: at temperature 1, before any filter."""
     sampling_logprobs: np.ndarray
     """Of the distribution that was sampled `[n]`, f32; the same bits where that is the model's."""
     weight_versions: np.ndarray
-    """Version of the weights that made each token `[n]`."""
+    """Version of the weights that made each token `[n]`, int32."""
     finish_reason: FinishReason
     kept: np.ndarray | None = None
-    """Ids that could be sampled, as bits `[n, ceil(V / 32)]` (see `Shaping`); None: all."""
+    """Ids that could be sampled, as bits `[n, ceil(V / 32)]`, uint32 (see `Shaping`); None: all."""
     top_ids: np.ndarray | None = None
-    """Most likely ids `[n, top]`, if asked for, and..."""
+    """Most likely ids `[n, top_logprobs]`, if asked for; descending, ties to the lower id."""
     top_logprobs: np.ndarray | None = None
-    """...their log-probabilities of the model's own distribution."""
+    """Their raw log-probabilities."""
     prompt_logprobs: np.ndarray | None = None
-    """Of prompt tokens 1, 2, ... (the first has none), if asked for."""
+    """Raw, of prompt tokens 1, 2, ... (the first has none), if asked for."""
     text: str | None = None
-    """Decoded, without stop string and special tokens; None without a tokenizer."""
+    """Whole characters up to a stop string or stop id; None without a tokenizer."""
     error: str | None = None
-    """What went wrong, for the finish reason `error`."""
+    """What went wrong, where the reason is `error`."""
 
 
-@dataclasses.dataclass(eq=False)
-class Sample:
-    """A sample that waits or runs."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """What one step did to one sample."""
 
     request: int
     index: int
-    params: SamplingParams
-    prompt: np.ndarray
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    sampling_logprobs: list[float] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)
-    kept: list[np.ndarray] = dataclasses.field(default_factory=list)
-    tops: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
-    prompt_logprobs: np.ndarray | None = None
-    slot: int | None = None
-    pages: list[int] = dataclasses.field(default_factory=list)
-    n_shared: int = 0
-    """Leading pages taken from the prefix cache, which are not written."""
-    computed: int = 0
-    """Tokens whose keys are in the cache."""
-    done: Completion | None = None
-
-    def __post_init__(self):
-        if self.params.prompt_logprobs:
-            self.prompt_logprobs = np.full(len(self.prompt) - 1, np.nan, np.float32)
-
-    @property
-    def n_known(self) -> int:
-        """Prompt and sampled tokens."""
-        return len(self.prompt) + len(self.tokens)
-
-    @property
-    def n_left(self) -> int:
-        """Tokens that may still be sampled."""
-        return self.params.max_tokens - len(self.tokens)
-
-    @property
-    def lacks_prompt_logprobs(self) -> bool:
-        """Whether prompt tokens are still to be scored."""
-        scores = self.prompt_logprobs
-        return scores is not None and bool(np.isnan(scores).any())
-
-    def known(self, first: int, last: int) -> np.ndarray:
-        """Ids `first` to `last - 1` of prompt and sampled tokens."""
-        n = len(self.prompt)
-        if last <= n:
-            return self.prompt[first:last]
-        tail = np.asarray(self.tokens[max(0, first - n) : last - n], np.int32)
-        return np.concatenate([self.prompt[first:n], tail])
-
-    def finish(self, reason: FinishReason, **more: Any) -> None:
-        """Makes the completion."""
-        wants_kept = self.params.filtered and len(self.kept) == len(self.tokens) > 0
-        tops = list(zip(*self.tops, strict=True)) if self.tops else (None, None)
-        self.done = Completion(
-            index=self.index,
-            token_ids=np.asarray(self.tokens, np.int32),
-            logprobs=np.asarray(self.logprobs, np.float32),
-            sampling_logprobs=np.asarray(self.sampling_logprobs, np.float32),
-            weight_versions=np.asarray(self.versions, np.int32),
-            finish_reason=reason,
-            kept=np.stack(self.kept) if wants_kept else None,
-            top_ids=None if tops[0] is None else np.stack(tops[0]),
-            top_logprobs=None if tops[1] is None else np.stack(tops[1]),
-            prompt_logprobs=self.prompt_logprobs,
-            **more,
-        )
+    """Number of the sample."""
+    token_ids: np.ndarray
+    """New ids, int32."""
+    text: str | None
+    """New text; what could begin a stop string or a character waits for the next event."""
+    completion: Completion | None
+    """The whole sample, where this is its end."""
 
 
 def check(
     cfg: GlmConfig,
     capacity: int,
+    pool_tokens: int,
     prompt: Sequence[int],
     params: SamplingParams,
     name: str,
@@ -126,9 +72,10 @@ def check(
     Args:
         cfg: the model's config.
         capacity: tokens a sequence can have.
+        pool_tokens: tokens that all pages together hold.
         prompt: token ids.
         params: the request's settings.
-        name: what errors call it.
+        name: what errors call the prompt.
         text: whether the engine has a tokenizer.
 
     Raises:
@@ -140,21 +87,35 @@ def check(
     bad = np.flatnonzero((ids < 0) | (ids >= cfg.vocab_size))
     if bad.size:
         raise GlmError(
-            f"{name}: id {ids[bad[0]]} at index {bad[0]} is outside the vocabulary, 0 to "
-            f"{cfg.vocab_size - 1}"
+            f"{name}[{bad[0]}]: token id {ids[bad[0]]} is outside the vocabulary (0 to "
+            f"{cfg.vocab_size - 1}); check the tokenizer"
         )
-    if ids.size + params.max_tokens > capacity:
+    total = ids.size + params.max_tokens
+    if total > capacity:
         raise GlmError(
             f"{name}: {ids.size} tokens and max_tokens = {params.max_tokens} exceed the engine's "
             f"capacity of {capacity}; lower one, or make the engine larger"
         )
-    if outside := [i for i in params.stop_ids if not 0 <= i < cfg.vocab_size]:
+    if total > pool_tokens:
         raise GlmError(
-            f"stop_ids: {outside[0]} is outside the vocabulary, 0 to {cfg.vocab_size - 1}"
+            f"{name}: {ids.size} tokens and max_tokens = {params.max_tokens} can never fit in the "
+            f"page pool of {pool_tokens} tokens; lower one, or raise the engine's n_pages"
         )
+    for i in params.stop_ids:
+        if not 0 <= i < cfg.vocab_size:
+            raise GlmError(
+                f"stop_ids: {i} is outside the vocabulary (0 to {cfg.vocab_size - 1}); remove it"
+            )
+    if params.min_tokens and len(set(params.stop_ids)) == cfg.vocab_size:
+        raise GlmError("stop_ids: every id is one, so min_tokens cannot be reached; remove some")
     for field in ("top_logprobs", "top_k"):
         if (value := getattr(params, field)) > cfg.vocab_size:
-            raise GlmError(f"{field}: {value} is more than the vocabulary, {cfg.vocab_size}")
+            raise GlmError(
+                f"{field}: {value} is more than the vocabulary of {cfg.vocab_size}; lower it"
+            )
     if params.stop and not text:
-        raise GlmError("stop: stop strings need an engine with a tokenizer; use stop_ids")
+        raise GlmError(
+            f"stop: {params.stop[0]!r} needs an engine with a tokenizer; give it one, or use "
+            "stop_ids"
+        )
     return ids.astype(np.int32)

@@ -1,11 +1,11 @@
 """Who runs, with which pages, and which tokens the next step computes."""
 
-import dataclasses
-from collections import deque
+import bisect
+import operator
 from typing import NamedTuple
 
 from serving.engine.pages import PagePool
-from serving.engine.request import Sample
+from serving.engine.sample import Sample
 
 
 class Span(NamedTuple):
@@ -21,9 +21,8 @@ class Span(NamedTuple):
         return self.last == self.sample.n_known
 
 
-@dataclasses.dataclass
-class Plan:
-    """The next step: spans to compute once, or samples that draw several tokens."""
+class Plan(NamedTuple):
+    """The next step: spans to compute once, or (`n_steps` above 0) tokens to draw one by one."""
 
     spans: list[Span]
     n_steps: int
@@ -33,114 +32,139 @@ class Scheduler:
     """First come, first served; every running sample moves in every step.
 
     A sample holds pages for what is computed and for what the next step adds. When none is left the
-    youngest running sample gives up its own and goes back to the head of the queue: it will be
+    youngest running sample gives up its own and goes back to its place in the queue: it will be
     recomputed, which changes no bit of it. The oldest is never the victim, so all get done.
     """
 
-    def __init__(self, pool: PagePool, n_slots: int, n_rows: int, n_steps: int):
+    def __init__(self, pool: PagePool, *, n_slots: int, n_rows: int, n_steps: int):
         self.pool, self.n_rows, self.n_steps = pool, n_rows, n_steps
-        self.waiting: deque[Sample] = deque()
+        self.waiting: list[Sample] = []
         self.running: list[Sample] = []
-        """Oldest first."""
+        """Both oldest first."""
         self.n_preempted = self.n_reused = 0
         self._slots = list(range(n_slots - 1, -1, -1))
 
     def add(self, sample: Sample) -> None:
         """Queues a sample."""
-        self.waiting.append(sample)
+        bisect.insort(self.waiting, sample, key=_arrival)
 
-    def remove(self, sample: Sample) -> None:
-        """Takes a sample out, wherever it is."""
+    def remove(self, sample: Sample) -> list[int]:
+        """Takes a sample out, wherever it is; returns the pages it held."""
         if sample.slot is None:
             self.waiting.remove(sample)
-        else:
-            self.running.remove(sample)
-            self._give_up(sample)
+            return []
+        self.running.remove(sample)
+        self._slots.append(sample.slot)
+        pages, sample.pages = sample.pages, []
+        self.pool.release(pages)
+        sample.slot, sample.computed, sample.stale = None, 0, False
+        return pages
 
     def preempt(self, sample: Sample) -> None:
-        """Sends a running sample back to the head of the queue; its keys are lost."""
+        """Sends a running sample back to the queue; what it needs again will be recomputed."""
         self.remove(sample)
-        self.waiting.appendleft(sample)
+        self.add(sample)
         self.n_preempted += 1
+
+    def computed(self, sample: Sample, n_tokens: int) -> None:
+        """Notes that the keys of a sample's first `n_tokens` tokens are in the cache."""
+        size = self.pool.page_size
+        first = sample.computed // size
+        sample.computed = n_tokens
+        if not sample.stale:
+            for j, key in enumerate(sample.page_keys(n_tokens, size)[first:], start=first):
+                self.pool.keep(key, sample.pages[j])
 
     def plan(self) -> Plan | None:
         """Admits what fits and says what to compute; None if there is nothing to do."""
         self._admit()
         if not self.running:
             return None
-        if all(sample.computed == sample.n_known - 1 for sample in self.running):
+        if all(sample.decodes for sample in self.running):
             return self._plan_decoding()
         return Plan(self._plan_spans(), 0)
 
     def _admit(self) -> None:
-        while self.waiting and self._slots:
-            sample = self.waiting[0]
-            # The last known token is always computed: something must be drawn after it. So is every
-            # prompt token that is to be scored.
-            reusable = 0 if sample.lacks_prompt_logprobs else sample.n_known - 1
-            pages = self.pool.find(sample.known(0, reusable))
-            n_new = -(-sample.n_known // self.pool.page_size) - len(pages)
+        in_making = {key for sample in self.running for key in self._making(sample)}
+        for sample in list(self.waiting):
+            if not self._slots:
+                return
+            keys = self._reusable(sample)
+            pages = self.pool.find(keys)
+            # Where another sample is computing the next page, waiting for it is cheaper.
+            if len(pages) < len(keys) and keys[len(pages)] in in_making:
+                self.pool.release(pages)
+                continue
+            n_new = self.pool.pages_of(sample.n_known) - len(pages)
             # One page a running sample stays free, so that a newcomer does not push others out.
             if self.running and n_new > self.pool.n_available - len(self.running):
                 self.pool.release(pages)
                 return
-            self.waiting.popleft()
-            sample.pages, sample.n_shared = pages, len(pages)
+            self.waiting.remove(sample)
+            sample.pages, sample.slot = pages, self._slots.pop()
             sample.computed = len(pages) * self.pool.page_size
             self.n_reused += sample.computed
-            sample.slot = self._slots.pop()
-            self.running.append(sample)
+            bisect.insort(self.running, sample, key=_arrival)
+            in_making.update(self._making(sample))
+
+    def _reusable(self, sample: Sample) -> list[bytes]:
+        """Names of the pages that may come from others; the last known token is always computed."""
+        if sample.scores_prompt:
+            return []
+        return sample.page_keys(sample.n_known - 1, self.pool.page_size)
+
+    def _making(self, sample: Sample) -> list[bytes]:
+        """Names of the pages that a running sample is about to compute from known tokens."""
+        if sample.stale or sample.decodes:
+            return []
+        size = self.pool.page_size
+        return sample.page_keys(sample.n_known, size)[sample.computed // size :]
 
     def _plan_decoding(self) -> Plan:
-        """As many steps as all samples have pages for, at least one."""
-        for n_steps in (self.n_steps, 1):
-            if self._reserve_all(n_steps, may_preempt=n_steps == 1):
-                break
+        """As many steps as all samples have pages for; at least one, if need be at a victim's."""
+        n_steps = self.n_steps
+        while n_steps > 1 and self._pages_lacking(n_steps) > self.pool.n_available:
+            n_steps //= 2
+        for sample in list(self.running):
+            if sample.slot is not None:  # else preempted for an older one
+                self._reserve(sample, _n_tokens(sample, n_steps))
         return Plan([Span(s, s.computed, s.n_known) for s in self.running], n_steps)
 
-    def _reserve_all(self, n_steps: int, *, may_preempt: bool) -> bool:
-        for sample in list(self.running):
-            if sample.slot is None:  # preempted for an older one
-                continue
-            last = sample.n_known + min(n_steps, sample.n_left) - 1
-            if not self._reserve(sample, last, may_preempt=may_preempt):
-                return False
-        return True
+    def _pages_lacking(self, n_steps: int) -> int:
+        return sum(
+            max(0, self.pool.pages_of(_n_tokens(sample, n_steps)) - len(sample.pages))
+            for sample in self.running
+        )
 
     def _plan_spans(self) -> list[Span]:
-        """One token of each sample that decodes, then chunks of prompts in turn."""
+        """One token of each sample that decodes, then as much of the prompts as there is room."""
         spans, room = [], self.n_rows
-        decoding = [s for s in self.running if s.computed == s.n_known - 1]
-        filling = [s for s in self.running if s.computed < s.n_known - 1]
-        for sample in (*decoding, *filling):
+        for sample in sorted(self.running, key=lambda s: not s.decodes):
             if sample.slot is None or room == 0:
                 continue
             last = min(sample.n_known, sample.computed + room)
-            if self._reserve(sample, last, may_preempt=True):
+            if self._reserve(sample, last):
                 spans.append(Span(sample, sample.computed, last))
                 room -= last - sample.computed
         return [span for span in spans if span.sample.slot is not None]
 
-    def _reserve(self, sample: Sample, n_tokens: int, *, may_preempt: bool) -> bool:
-        """Gets pages for the first `n_tokens` tokens of a running sample."""
-        n_pages = -(-n_tokens // self.pool.page_size)
-        while len(sample.pages) < n_pages:
+    def _reserve(self, sample: Sample, n_tokens: int) -> bool:
+        """Gets pages for a sample's first `n_tokens` tokens; False if it was itself the victim."""
+        while len(sample.pages) < self.pool.pages_of(n_tokens):
             page = self.pool.take()
             if page is not None:
                 sample.pages.append(page)
-            elif not may_preempt:
+                continue
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is sample:
                 return False
-            else:
-                victim = self.running[-1]
-                self.preempt(victim)
-                if victim is sample:
-                    return False
         return True
 
-    def _give_up(self, sample: Sample) -> None:
-        assert sample.slot is not None
-        n_whole = sample.computed // self.pool.page_size
-        self.pool.keep(sample.known(0, n_whole * self.pool.page_size), sample.pages[:n_whole])
-        self.pool.release(sample.pages)
-        self._slots.append(sample.slot)
-        sample.slot, sample.pages, sample.computed, sample.n_shared = None, [], 0, 0
+
+_arrival = operator.attrgetter("arrival")
+
+
+def _n_tokens(sample: Sample, n_steps: int) -> int:
+    """Tokens in the cache after so many steps: the last one drawn is not yet among them."""
+    return sample.n_known + min(n_steps, sample.n_left) - 1

@@ -55,6 +55,16 @@ def select(scores_TS: np.ndarray, k: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", SCORES)
+def test_a_number_of_entries_by_row_is_that_many_selections(name, rng):
+    scores_TS = SCORES[name](rng).astype(np.float32)
+    k_T = np.asarray([1, 2, 5, S - 1, S, S + 9, 12, 3], np.int32)
+    mask_TS = np.asarray(jax.jit(select_mask)(jnp.asarray(scores_TS), jnp.asarray(k_T)))
+    for row, k in enumerate(k_T):
+        expected = select_ids_reference(scores_TS[row : row + 1], int(k))[0]
+        assert np.flatnonzero(mask_TS[row]).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", SCORES)
 def test_selection_is_that_of_a_full_sort_with_and_without_jit(name, rng):
     scores_TS = SCORES[name](rng).astype(np.float32)
     expected = select_ids_reference(scores_TS, 12)

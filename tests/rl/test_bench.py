@@ -13,6 +13,7 @@ import glm_jax.bench.forward
 import glm_jax.bench.measure
 import glm_jax.bench.score
 import glm_jax.bench.train
+import serving.bench
 from glm_jax.bench.gemm import GemmShape, gemm
 from glm_jax.bench.peer import Peer
 from glm_jax.bench.program import MODES, Program
@@ -21,6 +22,7 @@ from glm_jax.errors import GlmError
 from glm_jax.presets import preset
 from rl.cli import bench as verb
 from rl.cli import main as cli
+from serving.engine import EngineStats
 
 SIZE = ("--config", "tiny", "--batch", "1", "--length", "8", "--repeats", "1")
 PEER = """
@@ -37,6 +39,20 @@ def nothing(mode):
     return Program(contract=MODES[mode](), compile_s=1.0, run=lambda: (jnp.zeros(1), None))
 
 
+class FakeRuns:
+    """Runs of an engine that does nothing, a quarter of it on the host."""
+
+    host_share = 0.25
+
+    def __init__(self, bench, n):
+        self.engine = self
+        self.contract = MODES["pinned"]()
+        self.stats = EngineStats(compile_seconds=1.0)
+
+    def __call__(self):
+        return jnp.zeros(1), None
+
+
 @pytest.fixture(autouse=True)
 def no_work(monkeypatch):
     """Makes programs that do nothing and small dense products: what they take is of no interest."""
@@ -46,6 +62,11 @@ def no_work(monkeypatch):
     monkeypatch.setattr(room.score, "scoring_programs", lambda *_: both)
     monkeypatch.setattr(room.train, "programs", lambda *_: both | {"native_remat": both["native"]})
     monkeypatch.setattr(room.decode, "decode_program", lambda b, m, c, n: nothing(c.mode))
+    monkeypatch.setattr(
+        serving.bench,
+        "engine_runs",
+        lambda bench, cfg: {n: FakeRuns(bench, n) for n in bench.sequences},
+    )
     monkeypatch.setattr(room.decode.GlmModel, "init", lambda cfg: None)
     monkeypatch.setattr(room.measure, "gemm", lambda shape, dtype: gemm(GemmShape(8, 8, 8), dtype))
 
@@ -108,6 +129,22 @@ def test_decode_measures_the_sequences_asked_for(bench):
     assert list(figures["results"]["float32"]["steps"]) == ["2", "5"]
 
 
+def test_decode_also_measures_the_engine_beside_the_peer(bench, peer):
+    args = ("--sequences", "1", "--prompt", "8", "--new-tokens", "5", "--repeats", "1")
+    status, out, _ = bench("decode", "--config", "tiny", *args, "--json", *peer)
+    figures = json.loads(out)
+    assert status == 0 and (figures["prompt"], figures["new_tokens"]) == (8, 5)
+    assert figures["versions"]["task"] == "generate"
+    engine = figures["results"]["float32"]["engine"]["1"]
+    assert engine["peer"]["tokens_per_s"] == 5.0 and engine["host_share"] == 0.25
+    speed = engine["comparisons"]["engine"]["peer"]["speed"]["median"]
+    assert speed == pytest.approx(engine["engine"]["tokens_per_s"] / 5.0)
+    _, out, _ = bench("decode", "--config", "tiny", *args, "--dtype", "float32", *peer)
+    for line in ("1 x, engine, new tokens/s", "host time of a step", "25.0%"):
+        assert line in out
+    assert "1 x, engine, speed over transformers" in out
+
+
 def test_table_shows_rates_share_and_hardware(bench):
     status, out, _ = bench("forward", *SIZE, "--dtype", "float32")
     assert status == 0
@@ -150,10 +187,10 @@ def test_peer_program_is_part_of_the_project_and_knows_every_task():
     assert spec is not None and spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    assert set(program.TASKS) == {"forward", "score", "train"}
+    assert set(program.TASKS) == {"forward", "generate", "score", "train"}
 
 
 def test_peer_program_refuses_a_task_that_it_does_not_know():
     work = Rectangle(cfg=preset("tiny"), batch=1, length=8).work_of_peer("sing")
-    with pytest.raises(GlmError, match="task 'sing' is unknown: use one of forward, score, train"):
+    with pytest.raises(GlmError, match="task 'sing' is unknown: use one of forward, generate"):
         Peer(Path(sys.executable), verb.PEER, work)

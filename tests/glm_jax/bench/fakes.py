@@ -41,7 +41,7 @@ class FakePeer:
         self.versions = {"torch": "9"}
         self.times = (99.0, *times)
 
-    def task(self, dtype: str):
+    def task(self, dtype: str, *numbers: int):
         seconds = iter(self.times)
         return lambda: (lambda s: Sample(wall_s=s, cpu_s=s))(next(seconds))
 

@@ -44,6 +44,16 @@ for i, request in enumerate(sys.stdin):
         assert peer.task("float32")() == Sample(wall_s=1, cpu_s=1)
 
 
+def test_a_request_may_bring_a_number(program):
+    lines = """
+for request in sys.stdin:
+    dtype, n = request.split()
+    print(json.dumps({"wall_s": int(n), "cpu_s": len(dtype)}), flush=True)
+"""
+    with start(program(lines)) as peer:
+        assert peer.task("float32", 16)() == Sample(wall_s=16, cpu_s=7)
+
+
 def test_the_child_ends_with_the_block(program):
     with start(program("sys.stdin.read()")) as peer:
         child = peer._child

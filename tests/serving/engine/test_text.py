@@ -1,78 +1,99 @@
-"""Text: stop strings never show, cut characters wait, tokens stay as they were sampled."""
+"""Text holds whole characters and no part of a stop string."""
 
-import functools
-
-import numpy as np
 import pytest
 
-from serving.engine import Engine
-from serving.engine.text import StopFinder
-from tests.serving.engine.test_engine import SIZES, alone, contract, model, params, prompt
-
-
-class Letters:
-    """Id i is the character 32 + i."""
-
-    def decode(self, ids):
-        return "".join(chr(32 + int(i)) for i in ids)
+from serving.engine.text import KEPT, WINDOW, TextStream
+from tests.serving.engine.models import CFG, alone, bits, new_engine, params, prompt
 
 
 class Bytes:
-    """Id i is a byte."""
+    """Token i is byte i: characters are split across tokens."""
 
     def decode(self, ids):
         return bytes(ids).decode("utf-8", errors="replace")
 
 
-@functools.cache
-def engine():
-    return Engine(model(), contract=contract(), tokenizer=Letters(), **SIZES)
+class Letters:
+    """Token i is a letter, or two."""
+
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+    def decode(self, ids):
+        return "".join(self.letters[i] for i in ids)
 
 
-def test_a_stop_string_ends_the_text_and_no_part_of_it_shows():
+class Spaces:
+    """Words, with a space before each but the first: decoding in parts loses spaces."""
+
+    def decode(self, ids):
+        return " ".join(f"w{i}" for i in ids)
+
+
+def pushed(stream, ids):
+    """Texts that were certain after each token."""
+    texts = []
+    for token in ids:
+        stream.push([token])
+        texts.append(stream.settled)
+    return texts
+
+
+def test_a_split_character_waits_for_its_last_byte():
+    ids = list("aé€😀".encode())
+    texts = pushed(TextStream(Bytes()), ids)
+    assert texts == ["a", "a", "aé", "aé", "aé", "aé€", "aé€", "aé€", "aé€", "aé€😀"]
+
+
+def test_what_could_begin_a_stop_string_waits():
+    stream = TextStream(Bytes(), ("stop", "o!"))
+    assert pushed(stream, b"a sto") == ["a", "a ", "a ", "a ", "a "]
+    assert stream.push(b"re") is None and stream.settled == "a store"
+    assert stream.push(b"xo!yz") == 3
+    assert stream.text == stream.settled == "a storex"
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), Spaces()])
+def test_long_texts_are_those_of_one_decoding(tokenizer):
+    ids = list(("é" * 50 + "ab€" * 60).encode())
+    stream = TextStream(tokenizer, ("never",))
+    for token in ids:
+        stream.push([token])
+    assert stream.text == tokenizer.decode(ids)
+    if isinstance(tokenizer, Bytes):
+        assert len(stream._window) < WINDOW + KEPT
+
+
+def test_a_stop_string_ends_tokens_and_text_at_the_match():
     free = alone("own", 21)
     text = Letters().decode(free.token_ids)
-    stop = text[4:7]  # spans three tokens
-    end = text.index(stop)
-    completion = engine().generate([prompt(21)], params(stop=("no such text", stop)))[0][0]
-    assert completion.text == text[:end] and completion.finish_reason == "stop"
-    n = end + len(stop)
-    assert completion.token_ids.tolist() == free.token_ids[:n].tolist()
-    assert len(completion.logprobs) == len(completion.sampling_logprobs) == n
+    spelling = new_engine(tokenizer=Letters())
+    stop = text[4:6]
+    got, other = spelling.generate(
+        [prompt(21)] * 2, [params(stop=(stop, "never")), params(stop=("never",))]
+    )
+    n = text.index(stop) + 2
+    assert got[0].text == text[: n - 2] and got[0].finish_reason == "stop"
+    assert got[0].token_ids.tolist() == free.token_ids[:n].tolist()
+    assert len(got[0].logprobs) == len(got[0].weight_versions) == n
+    assert other[0].text == text and other[0].finish_reason == "length"
+    assert bits(other[0]) == bits(free)
 
 
-def test_every_sample_ends_by_its_own_stop():
-    free = engine().generate([prompt(21)], params(n=4))[0]
-    stop = free[2].text[3:5]
-    four = engine().generate([prompt(21)], params(n=4, stop=(stop,)))[0]
-    for before, after in zip(free, four, strict=True):
-        at = before.text.find(stop)
-        assert after.finish_reason == ("stop" if at >= 0 else "length")
-        assert after.text == (before.text[:at] if at >= 0 else before.text)
-    assert four[2].finish_reason == "stop"
+def test_a_stop_id_is_no_part_of_the_text():
+    free = alone("own", 21)
+    stop = int(free.token_ids[5])
+    got = new_engine(tokenizer=Letters()).generate([prompt(21)], params(stop_ids=(stop,)))[0][0]
+    assert got.text == Letters().decode(got.token_ids[:-1])
 
 
-def test_the_stop_id_is_a_token_but_no_text():
-    free = alone("own", 21).token_ids.tolist()
-    completion = engine().generate([prompt(21)], params(stop_ids=(free[5],)))[0][0]
-    assert completion.token_ids.tolist()[-1] == free[5]
-    assert completion.text == Letters().decode(completion.token_ids[:-1])
-
-
-@pytest.mark.parametrize("n_bytes", [1, 2, 3])
-def test_a_character_whose_bytes_are_not_all_there_waits(n_bytes):
-    whole = "ab\N{GRINNING FACE}".encode()
-    finder = StopFinder(Bytes(), ())
-    assert finder.text(list(whole)) == "ab\N{GRINNING FACE}"
-    assert finder.text(list(whole[: 2 + n_bytes])) == "ab"
-
-
-def test_the_first_of_several_stops_counts(rng):
-    for _ in range(200):
-        letters = rng.integers(0, 3, 12) + 65
-        stops = ["".join(map(chr, rng.integers(0, 3, rng.integers(1, 4)) + 65)) for _ in range(2)]
-        finder, text = StopFinder(Bytes(), stops), bytes(letters.tolist()).decode()
-        shown = finder.text(letters.tolist())
-        assert text.startswith(shown) and not any(stop in shown for stop in stops)
-        assert finder.ends(letters.tolist()) == any(stop in text for stop in stops)
-        assert np.array_equal(finder.ends(letters.tolist()), shown != text) or text == shown
+def test_events_bring_the_text_in_parts():
+    spelling = new_engine(tokenizer=Letters())
+    free = Letters().decode(alone("own", 21).token_ids)
+    spelling.submit(prompt(21), params(stop=(free[6:9],)))
+    parts, text = [], None
+    while spelling.busy:
+        for event in spelling.step():
+            parts.append(event.text)
+            text = event.completion.text if event.completion else None
+    assert "".join(parts) == text == free[:6] and len(parts) > 1
+    assert CFG.vocab_size <= len(Letters.letters)
