@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from rl.cli.check import Numerics
-from rl.recipe import read_recipe
 
 app = typer.Typer(help="Train a model.", no_args_is_help=True)
 
@@ -38,6 +37,8 @@ def rl(
     The same command takes up a run that was killed. Progress goes to stderr; stdout gets a summary
     as JSON. The first run on a machine compiles for a minute or two.
     """
+    from rl.recipe import read_recipe
+
     resolved = read_recipe(recipe, overrides or (), numerics=numerics and numerics.value)
     if dry_run:
         sys.stdout.write(resolved.to_toml())
