@@ -105,7 +105,7 @@ def decode_program(
     def run():
         logits_nV, (scores, cache) = executable(leaves, batch, held.pop())
         held.append(cache)
-        return logits_nV, scores
+        return logits_nV, (scores, cache)
 
     return Program(contract=contract, compile_s=seconds, run=run, n_runs=bench.steps)
 

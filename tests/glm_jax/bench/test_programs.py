@@ -113,8 +113,9 @@ def test_a_decode_step_adds_one_row_a_sequence(mode, monkeypatch):
     caches, real = [], decode.random_cache
 
     def keep(cache):
-        caches.append(real(cache))
-        return caches[-1]
+        made = real(cache)
+        caches.append(jax.tree.map(jnp.copy, made))  # the program consumes it
+        return made
 
     monkeypatch.setattr(decode, "random_cache", keep)
     program = decode.decode_program(DECODE, model_of(CFG), MODES[mode](), 3)
