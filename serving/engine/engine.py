@@ -25,8 +25,7 @@ class Engine:
     """Continuous batching over a paged cache.
 
     Prompts are read in chunks beside the decoding of others; where all decode, one dispatch draws
-    several tokens a sequence. Nothing of this changes a bit of any log-probability. One thread may
-    use an engine at a time.
+    several tokens a sequence. Nothing of this changes a bit of any log-probability.
     """
 
     def __init__(
@@ -81,12 +80,8 @@ class Engine:
             n_steps=n_steps,
             on_compile=on_compile,
         )
-        self._scheduler = Scheduler(
-            PagePool(n_pages, contract.key_block),
-            n_slots=n_slots,
-            n_rows=n_rows,
-            n_steps=n_steps,
-        )
+        pool = PagePool(n_pages, contract.key_block)
+        self._scheduler = Scheduler(pool, n_slots=n_slots, n_rows=n_rows, n_steps=n_steps)
         self._requests: dict[int, list[Sample]] = {}
         self._untold: list[Event] = []
         self._n_requests = self._n_samples = 0
@@ -197,12 +192,7 @@ class Engine:
                 stay.
         """
         self._runner.set_weights(model, contract)
-        if keep:
-            for sample in self._scheduler.running:
-                sample.stale = True
-            self._scheduler.pool.forget()
-        else:
-            self._recompute()
+        self._scheduler.restart(keep=keep)
         self.version = version
 
     def warm_up(self) -> None:
@@ -222,7 +212,7 @@ class Engine:
         try:
             events = self._decode(plan) if plan.n_steps else self._mixed(plan.spans)
         except BaseException:
-            self._recompute()  # what the cache held is lost
+            self._scheduler.restart()  # what the cache held is lost
             raise
         since = self._runner.stats - before
         spent = time.perf_counter() - began - since.device_seconds - since.compile_seconds
@@ -230,10 +220,9 @@ class Engine:
         return events
 
     def _check(self, prompt: Sequence[int], params: SamplingParams, name: str) -> np.ndarray:
-        pool = self._scheduler.pool
-        pool_tokens = pool.n_pages * pool.page_size
-        text = self.tokenizer is not None
-        return check(self.cfg, self.capacity, pool_tokens, prompt, params, name, text=text)
+        pool, text = self._scheduler.pool, self.tokenizer is not None
+        sizes = (self.capacity, pool.n_pages * pool.page_size)
+        return check(self.cfg, *sizes, prompt, params, name, text=text)
 
     def _queue(self, prompt: np.ndarray, params: SamplingParams) -> int:
         number = self._n_requests
@@ -309,8 +298,3 @@ class Engine:
         if not request:
             del self._requests[sample.request]
         return sample.event(n_new, sample.completion(reason, problem))
-
-    def _recompute(self) -> None:
-        for sample in list(self._scheduler.running):
-            self._scheduler.preempt(sample)
-        self._scheduler.pool.forget()

@@ -41,6 +41,7 @@ class Runner:
         self._table = np.array(self._cache.table_Up)
         self._step_sizes = _sizes(self.contract.row_tiles, n_rows)
         self._draw_sizes = _sizes(self.contract.row_tiles, n_slots)
+        self._widths = _widths(self._table.shape[1])
         self.stats = EngineStats()
         """Times and compilations only."""
 
@@ -76,13 +77,19 @@ class Runner:
 
     def warm_up(self) -> None:
         """Compiles the programs of every size."""
-        state, vocab_size = (self._arrays, self._cache), self.cfg.vocab_size
-        for n in self._step_sizes:
-            step = assemble.mixed([], n, min(n, self._draw_sizes[-1]), vocab_size)
-            self._executable(program.mixed, (0,), *state, step)
-        for n in self._draw_sizes:
-            draws = assemble.draws([], n, vocab_size)
-            self._executable(program.decode, (0, self.n_steps), *state, draws, np.int32(1))
+        most, vocab_size = self._draw_sizes[-1], self.cfg.vocab_size
+        for width in self._widths:
+            state = (self._arrays, self._cache_of(width))
+            for n in self._step_sizes:
+                step = assemble.mixed([], n, min(n, most), vocab_size)
+                self._executable(program.mixed, (0,), *state, step)
+            for n in self._draw_sizes:
+                draws = assemble.draws([], n, vocab_size)
+                self._executable(program.decode, (0, self.n_steps), *state, draws, np.int32(1))
+
+    def _cache_of(self, n_pages: int) -> LatentCache:
+        """The cache, with a table of so many pages a slot."""
+        return self._cache.replace(table_Up=jnp.asarray(self._table[:, :n_pages]))
 
     def _place(self, spans: Sequence[Span]) -> list[Sample]:
         """Writes the samples' pages into the table."""
@@ -90,7 +97,9 @@ class Runner:
             # Native arithmetic reads all of a row: where it has no page, let that be its own.
             self._table[sample.slot] = sample.pages[0]
             self._table[sample.slot, : len(sample.pages)] = sample.pages
-        self._cache = self._cache.replace(table_Up=jnp.asarray(self._table))
+        # Keys are scored and selected over the whole table: short sequences need a narrow one.
+        longest = max(len(span.sample.pages) for span in spans)
+        self._cache = self._cache_of(_fitting(self._widths, longest))
         return [span.sample for span in spans]
 
     def _run(
@@ -129,8 +138,16 @@ def _sizes(tiles: Sequence[int], most: int) -> list[int]:
     return [*sizes, -(-most // tile) * tile]
 
 
-def _fitting(sizes: Sequence[int], n_rows: int) -> int:
-    return next(size for size in sizes if n_rows <= size)
+def _widths(most: int) -> list[int]:
+    """Pages a slot that programs are compiled for: `most`, and quarters of it down to 2."""
+    widths = [most]
+    while widths[0] >= 8:
+        widths.insert(0, widths[0] // 4)
+    return widths
+
+
+def _fitting(sizes: Sequence[int], needed: int) -> int:
+    return next(size for size in sizes if needed <= size)
 
 
 def _top(samples: Sequence[Sample]) -> int:

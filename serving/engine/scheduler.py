@@ -66,6 +66,15 @@ class Scheduler:
         self.add(sample)
         self.n_preempted += 1
 
+    def restart(self, *, keep: bool = False) -> None:
+        """Forgets all kept pages and preempts whoever runs; or lets them go on with stale keys."""
+        for sample in list(self.running):
+            if keep:
+                sample.stale = True
+            else:
+                self.preempt(sample)
+        self.pool.forget()
+
     def computed(self, sample: Sample, n_tokens: int) -> None:
         """Notes that the keys of a sample's first `n_tokens` tokens are in the cache."""
         size = self.pool.page_size

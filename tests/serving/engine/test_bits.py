@@ -43,6 +43,15 @@ def test_drawing_one_token_a_dispatch_changes_no_bit(dtype):
     assert bits(got) == bits(alone("filtered", 21, dtype))
 
 
+def test_a_longer_capacity_changes_no_bit():
+    # Two pages a slot while that suffices, then eight.
+    roomy = new_engine(capacity=8 * PAGE)
+    assert roomy._runner._widths == [2, 8]
+    got = roomy.generate([prompt(30)], KINDS["own"])[0][0]
+    assert roomy._runner._cache.capacity == 8 * PAGE
+    assert bits(got) == bits(alone("own", 30))
+
+
 @pytest.mark.parametrize("n", [PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1, 2 * PAGE, 2 * PAGE + 1])
 def test_kept_pages_change_no_bit_at_any_border(n):
     fresh = new_engine()
