@@ -16,7 +16,7 @@ from rl.recipe import Recipe
 from rl.rollout import Generator, Rollout, roll_out
 from rl.run_directory import EVALUATION, METRICS, SAMPLES, WARM_START, RunDirectory
 from rl.schedule import learning_rate
-from serving.engine import SamplingParams
+from serving.engine import EngineStats, SamplingParams
 
 FIRST_PROBLEM = 2**30
 """Training problems from here on are for RL, those before it for the supervised start."""
@@ -36,8 +36,8 @@ class Engine(Generator, Protocol):
         ...
 
     @property
-    def stats(self) -> Any:
-        """Sums since the start (`EngineStats`)."""
+    def stats(self) -> EngineStats:
+        """Sums since the start."""
         ...
 
 
@@ -182,7 +182,7 @@ class Loop:
         record = {
             "step": step + 1,
             **metrics,
-            **_engine_metrics(before, self.engine.stats),
+            **_engine_metrics(self.engine.stats - before),
             "weights/version": self.trainer.version,
             "weights/digest": self.trainer.digest(),
             "time/generate": generated - began,
@@ -264,17 +264,5 @@ class Loop:
         ]
 
 
-def _engine_metrics(before: Any, after: Any) -> dict[str, float]:
-    """What the engine did since `before`."""
-    host = after.host_seconds - before.host_seconds
-    device = after.device_seconds - before.device_seconds
-    return {
-        "engine/steps": after.n_steps - before.n_steps,
-        "engine/prefilled": after.n_prefilled - before.n_prefilled,
-        "engine/reused": after.n_reused - before.n_reused,
-        "engine/preempted": after.n_preempted - before.n_preempted,
-        "engine/compiled": after.n_compiled - before.n_compiled,
-        "engine/compile_seconds": after.compile_seconds - before.compile_seconds,
-        "engine/host_seconds": host,
-        "engine/device_seconds": device,
-    }
+def _engine_metrics(spent: EngineStats) -> dict[str, float]:
+    return {f"engine/{name.removeprefix('n_')}": value for name, value in vars(spent).items()}

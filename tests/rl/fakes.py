@@ -15,7 +15,7 @@ from glm_jax.checkpoint.directories import replace_directory
 from glm_jax.errors import GlmError
 from glm_jax.tokenizer import character_tokenizer
 from rl.envs import Answer, Demonstration
-from serving.engine import Completion
+from serving.engine import Completion, EngineStats
 
 TOKENIZER = character_tokenizer("0123456789")
 EOS = TOKENIZER.id_of("<eos>")
@@ -89,25 +89,13 @@ class FakeTrainer:
         return state["more"]
 
 
-@dataclasses.dataclass
-class Stats:
-    n_steps: int = 0
-    n_prefilled: int = 0
-    n_reused: int = 0
-    n_preempted: int = 0
-    n_compiled: int = 0
-    compile_seconds: float = 0.0
-    host_seconds: float = 0.0
-    device_seconds: float = 0.0
-
-
 class FakeEngine:
     """Digits that are a function of prompt, weights, seed and number of the sample."""
 
     capacity = 24
 
     def __init__(self, fuse=None):
-        self.fuse, self.stats = fuse or Fuse(), Stats()
+        self.fuse, self.stats = fuse or Fuse(), EngineStats()
         self.weights, self.version, self.calls = 0, 0, []
 
     def set_weights(self, model, version):
@@ -117,7 +105,7 @@ class FakeEngine:
     def generate(self, prompts, params):
         self.fuse("generate")
         self.calls.append((prompts, params))
-        self.stats = dataclasses.replace(self.stats, n_steps=self.stats.n_steps + 1)
+        self.stats = self.stats.plus(n_steps=1)
         return [[self._sample(p, q)] for p, q in zip(prompts, params, strict=True)]
 
     def _sample(self, prompt, params):

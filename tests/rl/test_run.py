@@ -53,7 +53,7 @@ def test_sampler_and_trainer_agree_to_the_bit_at_every_step(whole):
 
 
 def test_filters_and_temperature_keep_the_ratio_at_one(tmp_path):
-    words = ("rl.temperature=0.8", "rl.top_p=0.9", "rl.top_k=12", "rl.min_p=0.01", "rl.steps=2")
+    words = ("rl.temperature=0.8", "rl.top_p=0.9", "rl.top_k=12", "rl.min_p=0.01")
     done = finish(start(tmp_path / "run", *words))
     for step in read_records(type(ROOT)(done["out"]) / METRICS):
         assert step["kl/unequal_tokens"] == 0 and step["ppo/ratio_max"] == 1
