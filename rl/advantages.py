@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from glm_jax.config_fields import nearest
 from glm_jax.errors import GlmError
 
 AdvantageKind = Literal["grpo", "rloo", "dr_grpo"]
@@ -28,10 +29,11 @@ def advantages(
         `[n]`, f32.
 
     Raises:
-        GlmError: an unknown kind, a reward that is not finite, or a group of one.
+        GlmError: an unknown kind, a reward that is not finite, a group of one, or rewards so far
+            apart or so close that f32 cannot hold their advantages.
     """
     if kind not in KINDS:
-        raise GlmError(f"advantage {kind!r}: use one of {', '.join(KINDS)}")
+        raise GlmError(f"advantage {kind!r}: {nearest(kind, KINDS)}use one of {', '.join(KINDS)}")
     reward_n, group_n = np.asarray(rewards, np.float64), np.asarray(groups)
     if reward_n.shape != group_n.shape or reward_n.ndim != 1:
         raise GlmError(f"advantages: {reward_n.shape} rewards for {group_n.shape} groups; need one")
@@ -47,10 +49,19 @@ def advantages(
         reward = np.sort(reward_n[mine])
         if reward[0] == reward[-1]:
             continue
-        centred = reward_n[mine] - reward.sum() / n
-        if kind == "grpo":
-            spread = np.sqrt(((reward - reward.sum() / n) ** 2).sum() / n)
-            out[mine] = centred / spread
-        else:
-            out[mine] = centred * n / (n - 1) if kind == "rloo" else centred
+        with np.errstate(all="ignore"):  # looked at below
+            out[mine] = _of_group(reward_n[mine], reward, kind).astype(np.float32)
+        if not np.isfinite(out[mine]).all():
+            raise GlmError(
+                f"advantages: rewards of group {group} from {reward[0]} to {reward[-1]} have no "
+                "advantages in 32 bits; scale them"
+            )
     return out.astype(np.float32)
+
+
+def _of_group(reward_n: np.ndarray, sorted_n: np.ndarray, kind: AdvantageKind) -> np.ndarray:
+    n = len(reward_n)
+    mean = sorted_n.sum() / n
+    if kind == "grpo":
+        return (reward_n - mean) / np.sqrt(((sorted_n - mean) ** 2).sum() / n)
+    return (reward_n - mean) * n / (n - 1) if kind == "rloo" else reward_n - mean

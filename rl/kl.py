@@ -1,5 +1,6 @@
 """How far the trainer's log-probabilities are from those the sampler returned."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,12 +21,12 @@ def kl_metrics(
         sampled: by the sampler, f32; NaN where it gave none.
         trained: by the trainer, f32, of equal lengths.
     """
-    ours = np.concatenate([np.asarray(x, np.float32) for x in sampled] or [np.zeros(0, np.float32)])
-    theirs = np.concatenate(
-        [np.asarray(x, np.float32) for x in trained] or [np.zeros(0, np.float32)]
+    if [len(x) for x in sampled] != [len(x) for x in trained]:
+        raise ValueError("kl_metrics: sequences differ in number or length; give the same tokens")
+    ours, theirs = (
+        np.concatenate([np.zeros(0, np.float32), *(np.asarray(x, np.float32) for x in given)])
+        for given in (sampled, trained)
     )
-    if ours.shape != theirs.shape:
-        raise ValueError(f"kl_metrics: {ours.size} sampled and {theirs.size} trained values")
     if not ours.size:
         return {}
     both = np.isfinite(ours) & np.isfinite(theirs)
@@ -34,15 +35,17 @@ def kl_metrics(
         return metrics
     d = theirs[both].astype(np.float64) - ours[both].astype(np.float64)
     unequal = ours[both].view(np.uint32) != theirs[both].view(np.uint32)
-    return metrics | {
-        "kl/k1": _plus_zero(-d.mean()),
-        "kl/k2": float((d**2).mean() / 2),
-        "kl/k3": float((np.expm1(d) - d).mean()),
-        "kl/reverse_k1": _plus_zero(d.mean()),
-        "kl/reverse_k3": float((np.expm1(-d) + d).mean()),
-        "kl/max_abs": float(np.abs(d).max()),
-        "kl/unequal_tokens": int(unequal.sum()),
-    }
+    with np.errstate(over="ignore"):
+        metrics |= {
+            "kl/k1": _plus_zero(-d.mean()),
+            "kl/k2": float((d**2).mean() / 2),
+            "kl/k3": float((np.expm1(d) - d).mean()),
+            "kl/reverse_k1": _plus_zero(d.mean()),
+            "kl/reverse_k3": float((np.expm1(-d) + d).mean()),
+            "kl/max_abs": float(np.abs(d).max()),
+            "kl/unequal_tokens": int(unequal.sum()),
+        }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _plus_zero(value: float) -> float:

@@ -15,7 +15,8 @@ on its own sequence only; a ratio of equal bits is exactly 1.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,11 @@ class LossConfig:
     kl_beta: float = 0.0
 
     def __post_init__(self):
+        for name, value in vars(self).items():
+            if name == "dual_clip" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+                raise GlmError(f"loss: {name} {value!r}; must be a number")
         if not 0 <= self.clip_low_threshold <= 1 <= self.clip_high_threshold:
             raise GlmError(
                 f"loss: clip thresholds {self.clip_low_threshold} and {self.clip_high_threshold} "
@@ -45,8 +51,10 @@ class LossConfig:
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise GlmError(f"loss: dual_clip {self.dual_clip}; must be above 1, or None")
-        if self.kl_beta < 0 or self.beta < 0:
-            raise GlmError(f"loss: kl_beta {self.kl_beta}, beta {self.beta}; must not be negative")
+        if not 0 <= self.kl_beta < math.inf or not 0 <= self.beta < math.inf:
+            raise GlmError(
+                f"loss: kl_beta {self.kl_beta}, beta {self.beta}; must be finite, not negative"
+            )
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> "LossConfig":
@@ -92,6 +100,8 @@ def _ppo(p, q, a, w, config: LossConfig) -> Parts:
 
 
 def _gspo(p, q, a, w, config: LossConfig) -> Parts:
+    if (w < 0).any():
+        raise GlmError("loss_fn gspo: a weight is negative; give weights of at least 0")
     share = w / w.sum()
     r = np.exp(np.full(p.shape, (share * (p - q)).sum()))
     value, d_ratio, clipped = _clipped(r, a, config)
@@ -175,10 +185,56 @@ def token_loss(name: str, datum: Datum, logp: np.ndarray, config: LossConfig) ->
             raise GlmError(f"loss_fn {name}: {key} of token {at} is {value[at]}; nothing was added")
     p, w = values["logp"], datum.weights[counts].astype(np.float64)
     q, a = values.get("logprobs", p), values.get("advantages", p)
-    value, d, ratio, clipped = _LOSSES[name](p, q, a, w, config)
-    if config.kl_beta:
-        difference = values["ref_logprobs"] - p
-        value = value + config.kl_beta * (np.exp(difference) - difference - 1)
-        d = d + config.kl_beta * (1 - np.exp(difference))
-    d_logp[counts] = (w * d).astype(np.float32)
-    return TokenLoss(float((w * value).sum()), d_logp, ratio, clipped)
+    with np.errstate(over="ignore", invalid="ignore"):  # looked at below, token by token
+        value, d, ratio, clipped = _LOSSES[name](p, q, a, w, config)
+        if config.kl_beta:
+            difference = values["ref_logprobs"] - p
+            value = value + config.kl_beta * (np.exp(difference) - difference - 1)
+            d = d + config.kl_beta * (1 - np.exp(difference))
+        value, d = w * value, (w * d).astype(np.float32)
+    sound = np.isfinite(value) & np.isfinite(d)
+    if not sound.all():
+        i = np.flatnonzero(~sound)[0]
+        raise GlmError(
+            f"loss_fn {name}: token {np.flatnonzero(counts)[i]} has the loss {value[i]} with the "
+            f"derivative {d[i]} (logp {p[i]}, sampled {q[i]}, weight {w[i]}); nothing was added"
+        )
+    d_logp[counts] = d
+    return TokenLoss(float(value.sum()), d_logp, ratio, clipped)
+
+
+class LossSum:
+    """A loss over data, sequence by sequence in any order, and its metrics."""
+
+    def __init__(self, name: str, config: Mapping[str, Any] | None, data: Sequence[Datum]):
+        """Raises `GlmError` for an unknown loss or setting."""
+        check_loss(name)
+        self._name, self._config, self._data = name, LossConfig.of(config), data
+        self._losses: dict[int, TokenLoss] = {}
+
+    def d_logp(self, i: int, logp: np.ndarray) -> np.ndarray:
+        """Counts datum `i`, whose targets have the log-probabilities `logp`; their derivatives.
+
+        Raises:
+            GlmError: as `token_loss`, with the number of the datum.
+        """
+        try:
+            self._losses[i] = token_loss(self._name, self._data[i], logp, self._config)
+        except GlmError as error:
+            raise GlmError(f"data[{i}]: {error}") from error
+        return self._losses[i].d_logp
+
+    def metrics(self) -> dict[str, float]:
+        """The loss, and how ratios lie where the loss has them. Exact sums: no order matters."""
+        losses = self._losses.values()
+        metrics = {"loss:sum": math.fsum(x.loss for x in losses)}
+        ratios = [x.ratio for x in losses if x.ratio is not None]
+        if ratios:
+            ratio = np.concatenate(ratios)
+            clipped = np.concatenate([x.clipped for x in losses if x.clipped is not None])
+            metrics |= {
+                "ppo/ratio_mean": math.fsum(ratio) / len(ratio),
+                "ppo/ratio_max": float(ratio.max()),
+                "ppo/clip_frac": float(clipped.mean()),
+            }
+        return metrics

@@ -33,7 +33,12 @@ def replace_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
             # No portable call swaps two directories: killed between these lines, the old
             # checkpoint is whole, under its hidden name.
             target.rename(old)
-        partial.rename(target)
+        try:
+            partial.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
         _flush(target.parent)
     except OSError as error:
         remedy = "give a place that can be written and has room"

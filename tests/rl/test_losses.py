@@ -7,7 +7,7 @@ from glm_jax.errors import GlmError
 from rl.advantages import advantages
 from rl.datum import Datum
 from rl.kl import kl_metrics
-from rl.losses import LOSSES, LossConfig, token_loss
+from rl.losses import LOSSES, LossConfig, LossSum, token_loss
 
 N = 6
 CONFIG = LossConfig(dual_clip=3.0, kl_beta=0.1)
@@ -101,7 +101,24 @@ def test_values_at_masked_positions_are_never_read(name, rng):
         ("advantages has shape", lambda: Datum([1], {"target_tokens": [1], "advantages": [1, 2]})),
         ("needs logprobs", lambda: token_loss(
             "ppo", Datum([1], {"target_tokens": [1]}), np.zeros(1, np.float32), LossConfig())),
-        ("one of grpo", lambda: advantages([1, 2], [0, 0], "gpro")),
+        ("kl_beta True; must be a number", lambda: LossConfig(kl_beta=True)),
+        ("dual_clip nan; must be a number", lambda: LossConfig(dual_clip=float("nan"))),
+        ("clip_low_threshold '1'; must", lambda: LossConfig(clip_low_threshold="1")),
+        ("beta inf; must be finite", lambda: LossConfig(beta=float("inf"))),
+        ("tokens .*: give integers from 0", lambda: Datum([1.7], {"target_tokens": [1]})),
+        ("tokens .*: give integers from 0", lambda: Datum([[1], [1, 2]], {})),
+        ("tokens have shape", lambda: Datum(np.zeros(0, int), {})),
+        ("tokens .*to 2147483647", lambda: Datum([2**32 + 1], {"target_tokens": [1]})),
+        ("target_tokens .*: give int", lambda: Datum([1], {"target_tokens": [-100]})),
+        ("kept .*: give int", lambda: Datum([1], {"target_tokens": [1], "kept": [[-1]]})),
+        ("logprobs: .*one number", lambda: Datum([1], {"target_tokens": [1], "logprobs": ["x"]})),
+        ("weights are not all", lambda: Datum([1], {"target_tokens": [1], "weights": [1e39]})),
+        ("a weight is negative", lambda: token_loss("gspo", Datum([1], {
+            "target_tokens": [1], "weights": [-1], "logprobs": [0], "advantages": [1]}),
+            np.zeros(1, np.float32), LossConfig())),
+        ("have no advantages in 32 bits", lambda: advantages([0, 1e-200], [0, 0])),
+        ("have no advantages in 32 bits", lambda: advantages([0, 1e300], [0, 0], "rloo")),
+        ("did you mean 'grpo'.*one of grpo", lambda: advantages([1, 2], [0, 0], "gpro")),
         ("group 1 has one sample", lambda: advantages([1, 2, 3], [0, 0, 1])),
         ("reward of sample 1 is nan", lambda: advantages([1, np.nan], [0, 0])),
     ],
@@ -139,3 +156,43 @@ def test_kl_is_zero_for_equal_bits_and_absent_where_it_cannot_be_known(rng):
     q = (p + 0.1).astype(np.float32)
     assert kl_metrics([p], [q])["kl/k1"] == pytest.approx(-0.1, abs=1e-6)
     assert kl_metrics([p], [q])["kl/reverse_k3"] == pytest.approx(np.exp(-0.1) - 0.9, abs=1e-6)
+
+
+def test_kl_is_of_the_same_tokens_and_holds_no_infinity():
+    with pytest.raises(ValueError, match="sequences differ"):
+        kl_metrics([np.zeros(2), np.zeros(3)], [np.zeros(3), np.zeros(2)])
+    far = kl_metrics([np.full(2, -2e3)], [np.zeros(2)])
+    assert "kl/k3" not in far and far["kl/k1"] == -2000.0 and far["kl/unequal_tokens"] == 2
+
+
+def test_metrics_of_a_loss_do_not_depend_on_order(rng):
+    data = [datum(rng) for _ in range(9)]
+    logps = [d.loss_fn_inputs["logprobs"] + rng.normal(0, 0.3, N).astype(np.float32) for d in data]
+    found = []
+    for order in (range(9), range(8, -1, -1)):
+        losses = LossSum("ppo", None, data)
+        for i in order:
+            losses.d_logp(i, logps[i])
+        found.append(losses.metrics())
+    assert found[0] == found[1] and found[0]["ppo/ratio_max"] > 1
+
+
+def test_a_sequences_values_do_not_depend_on_where_its_arrays_lie(rng):
+    one = datum(rng)
+    p = one.loss_fn_inputs["logprobs"] + np.float32(0.1)
+    expected = token_loss("ppo", one, p, LossConfig())
+    for offset in range(16):
+        shifted = np.concatenate([np.zeros(offset, np.float32), p])[offset:]
+        again = token_loss("ppo", one, shifted, LossConfig())
+        assert again.d_logp.tobytes() == expected.d_logp.tobytes()
+        assert again.ratio.tobytes() == expected.ratio.tobytes()
+
+
+def test_a_datum_keeps_its_own_copy():
+    tokens, targets, weights = np.arange(3), np.arange(3), np.ones(3, np.float32)
+    one = Datum(tokens, {"target_tokens": targets, "weights": weights})
+    tokens[:], targets[:], weights[:] = 7, 7, 7
+    assert one.tokens.tolist() == one.targets.tolist() == [0, 1, 2]
+    assert one.weights.tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="read-only"):
+        one.weights[0] = 5
