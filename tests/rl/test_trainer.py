@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from glm_jax.errors import GlmError
+from glm_jax.model import GlmModel
 from glm_jax.params import leaves
 from rl import trainer_programs
 from rl.losses import LOSSES
@@ -14,6 +15,7 @@ from rl.optimizer import AdamParams
 from rl.trainer import Trainer, TrainerConfig
 from tests.rl.trainers import (
     ADAM,
+    CFG,
     changed,
     contract,
     data,
@@ -173,6 +175,9 @@ def test_only_what_is_trained_changes():
     same = {p for p, x in leaves(t.model) if np.array_equal(x[...], before[p][...])}
     frozen = {p for p in before if ".indexer." in p or p.endswith("router_bias")}
     assert same == frozen == set(t._frozen()) and frozen
+    drafts = GlmModel.init(CFG.with_overrides(num_nextn_predict_layers=1))
+    more = {p for p, _ in leaves(drafts)} - before.keys()
+    assert more and set(Trainer(drafts)._frozen()) == frozen | more
 
 
 def test_one_program_serves_every_batch():
