@@ -68,7 +68,7 @@ class Pair:
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config):
     """A module whose annotations are checked by the checker of this test run."""
     *packages, checker = pytestconfig.getoption("--jaxtyping-packages").split(",")
-    assert packages == ["glm_jax", "pallas_kernels"]
+    assert packages == ["glm_jax", "pallas_kernels", "serving"]
     (tmp_path / "annotated_probe.py").write_text(PROBE)
     monkeypatch.syspath_prepend(tmp_path)
     with jaxtyping.install_import_hook("annotated_probe", checker):

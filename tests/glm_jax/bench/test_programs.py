@@ -74,6 +74,7 @@ def test_native_scores_are_those_of_the_logits_program():
     assert program.contract.mode == "native"
 
 
+@pytest.mark.slow
 def test_training_programs_give_the_same_loss_and_gradients_to_rounding(monkeypatch):
     seen = {"pinned": [], "cache": [], "remat": 0}
     real = train.backward.train_forward, train.forward, jax.checkpoint

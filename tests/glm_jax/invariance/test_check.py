@@ -24,7 +24,7 @@ from tests.glm_jax.models import NATIVE, PINNED, SMALL, model_of
 @pytest.mark.parametrize(
     ("cfg", "dtype"),
     [
-        pytest.param(TWO, "float32", id="two layers-float32"),
+        pytest.param(TWO, "float32", id="two layers-float32", marks=pytest.mark.slow),
         pytest.param(TWO, "bfloat16", id="two layers-bfloat16", marks=pytest.mark.slow),
         pytest.param(SMALL, "float32", id="five layers-float32", marks=pytest.mark.slow),
         pytest.param(SMALL, "bfloat16", id="five layers-bfloat16", marks=pytest.mark.slow),

@@ -100,7 +100,11 @@ def unequal(trial, phases=("prefill", "decode")) -> int:
     return sum(int(differs_n.sum()) for differs_n in other.unequal(reference).values())
 
 
-@pytest.mark.parametrize("fault", [fault for fault, _, _ in FAULTS])
+LONG = (stock_row_sum, another_vocabulary_block)
+"""Found by the long form, with their regions: each fault compiles two programs of its own."""
+
+
+@pytest.mark.parametrize("fault", [fault for fault, _, _ in FAULTS if fault not in LONG])
 def test_a_fault_is_found(monkeypatch, fault):
     fault(monkeypatch)
     assert unequal(trial_of()) > 0

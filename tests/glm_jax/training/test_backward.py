@@ -105,7 +105,14 @@ def same_bits(a, b):
     return all(np.array_equal(a[k].view(np.uint32), b[k].view(np.uint32)) for k in a)
 
 
-@pytest.mark.parametrize("shaped", [False, True], ids=["own distribution", "shaped"])
+@pytest.mark.parametrize(
+    "shaped",
+    [
+        # A third of the shaped positions are at temperature 1.
+        pytest.param(False, id="own distribution", marks=pytest.mark.slow),
+        pytest.param(True, id="shaped"),
+    ],
+)
 def test_gradients_equal_those_of_stock_autodiff_to_rounding(shaped):
     sequences, targets, coefficients = data()
     batch = TokenBatch.from_sequences(CFG, sequences)
@@ -147,15 +154,18 @@ def test_gradients_equal_those_of_stock_autodiff_to_rounding(shaped):
     assert set(ours) == {path for path in stock if "indexer" not in path}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "batches",
     [
-        [(range(4), (2, 0, 3, 1))],
-        [((0, 1), (1, 0)), ((2, 3), None)],
-        [((0,), None), ((1,), None), ((2,), None), ((3,), None)],
+        pytest.param([(range(4), (2, 0, 3, 1))], id="placement"),
+        pytest.param([((0, 1), (1, 0)), ((2, 3), None)], id="two microbatches"),
+        pytest.param(
+            [((0,), None), ((1,), None), ((2,), None), ((3,), None)],
+            id="four microbatches",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["placement", "two microbatches", "four microbatches"],
 )
 def test_no_gradient_bit_depends_on_packing_or_microbatches(batches, dtype):
     expected, logprobs = whole(dtype)
