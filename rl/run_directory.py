@@ -90,7 +90,7 @@ class RunDirectory:
     def restore(self, load: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
         """What `load` gives for the newest checkpoint that it can read; None if there is none.
 
-        Half-written and unreadable ones are removed, with a note.
+        Half-written ones are removed and unusable ones renamed, with a note.
         """
         for partial in (self.path / "checkpoints").glob(".step-*"):
             self._note(f"{partial.name} was only half written: skipped")
@@ -99,8 +99,10 @@ class RunDirectory:
             try:
                 return load(path)
             except GlmError as error:
-                self._note(f"{path.name} cannot be used: skipped ({error})")
-                shutil.rmtree(path)
+                aside = path.with_name(f"unusable-{path.name}")
+                self._note(f"{path.name} cannot be used: skipped, kept as {aside.name} ({error})")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
         return None
 
     def prune(self, n_kept: int) -> None:

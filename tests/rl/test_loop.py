@@ -171,6 +171,7 @@ def test_half_written_records_and_checkpoints_are_skipped_with_a_message(whole, 
     assert any("step-000008 cannot be used: skipped" in x for x in again.notes)
     assert "resumed after 3 supervised and 4 RL steps" in again.text.getvalue()
     assert not left_over.exists()
+    assert (out / "checkpoints" / "unusable-step-000008").is_dir()
 
 
 def test_a_run_without_any_usable_checkpoint_starts_anew(whole, tmp_path):
