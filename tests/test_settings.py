@@ -41,8 +41,11 @@ def test_connections_leaving_the_machine_are_refused():
 
 
 def test_loopback_connections_work():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        socket.create_connection(server.getsockname()).close()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+    ):
+        assert connection.getpeername() == server.getsockname()
 
 
 PROBE = """

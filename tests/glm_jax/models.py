@@ -37,6 +37,15 @@ SMALL = preset("tiny").with_overrides(
 """Selection bites from the fifth token on; layers 1 and 2 are scanned with 3 and 4."""
 
 
+THREE = preset("tiny").with_overrides(
+    num_hidden_layers=3,
+    first_k_dense_replace=1,
+    mlp_layer_types=("dense", "sparse", "sparse"),
+    indexer_types=("full", "shared", "shared"),
+    num_nextn_predict_layers=0,
+)
+"""A scanned pair of sparse layers behind a dense one: all kinds of block, few bodies to compile."""
+
 PINNED = NumericsContract(key_block=4)
 """Pages of four tokens, so that short sequences cross them."""
 

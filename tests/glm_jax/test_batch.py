@@ -37,8 +37,9 @@ def test_arrays_and_lists_are_the_same():
 
 
 def test_the_last_position_and_the_last_id_fit():
-    TokenBatch.from_sequences(CFG, [[CFG.vocab_size - 1] * 10])
-    TokenBatch.from_sequences(CFG, [[0]], start=[9])
+    full = TokenBatch.from_sequences(CFG, [[CFG.vocab_size - 1] * 10])
+    assert full.positions_T[-1] == 9 and full.ids_T[-1] == CFG.vocab_size - 1
+    assert TokenBatch.from_sequences(CFG, [[0]], start=[9]).positions_T.tolist() == [9]
 
 
 def test_integers_of_any_kind_are_positions():

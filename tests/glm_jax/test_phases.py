@@ -11,15 +11,9 @@ from glm_jax.forward import arithmetic, forward
 from glm_jax.head import score
 from glm_jax.model import GlmModel
 from glm_jax.numerics.contract import NumericsContract
-from glm_jax.presets import preset
+from tests.glm_jax.models import THREE
 
-CFG = preset("tiny").with_overrides(
-    num_hidden_layers=3,
-    first_k_dense_replace=1,
-    mlp_layer_types=("dense", "sparse", "sparse"),
-    indexer_types=("full", "shared", "shared"),
-    num_nextn_predict_layers=0,
-)
+CFG = THREE
 IDS = np.random.default_rng(3).integers(0, CFG.vocab_size, 49)
 
 

@@ -65,7 +65,7 @@ def test_all_differing_fields_are_named_and_no_others():
 
 
 def test_equal_contracts_are_not_refused():
-    require_same(CONTRACT, NumericsContract(), "cache")
+    assert require_same(CONTRACT, NumericsContract(), "cache") is None
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -16,17 +16,10 @@ from glm_jax.head import Shaping
 from glm_jax.model import GlmModel
 from glm_jax.numerics.contract import NumericsContract
 from glm_jax.params import leaves
-from glm_jax.presets import preset
 from glm_jax.training import accumulate, backward, pack
+from tests.glm_jax.models import THREE
 
-# A scanned pair of sparse layers behind a dense one: every kind of block, few bodies to compile.
-CFG = preset("tiny").with_overrides(
-    num_hidden_layers=3,
-    first_k_dense_replace=1,
-    mlp_layer_types=("dense", "sparse", "sparse"),
-    indexer_types=("full", "shared", "shared"),
-    num_nextn_predict_layers=0,
-)
+CFG = THREE
 LENGTHS = (40, 17, 64, 33)
 MAX_LENGTH, N_ROWS, N_LEVELS = 64, 256, 5
 

@@ -1,11 +1,13 @@
 """Tokens are drawn from the distribution that the request asks for, by randomness of its own."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from glm_jax.numerics.arithmetic import Arithmetic
-from serving.engine.sampler import Rows, _filter
+from glm_jax.numerics.contract import NumericsContract
+from serving.engine.sampler import Rows, _draw_rows, _filter, _gumbel
 from tests.serving.engine.models import (
     CFG,
     EOS,
@@ -117,3 +119,37 @@ def test_filters_are_the_rules_as_they_are_written(seed):
     for row in range(8):
         expected = reference_filter(z_RV[row], top_k[row], top_p[row], min_p[row])
         assert kept_RV[row].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("width", [37, 96, 512])
+def test_a_row_is_drawn_alike_in_tiles_of_every_size(width, rng):
+    # The engines of these tests draw in tiles of 8 rows only.
+    n, ops = 256, Arithmetic(NumericsContract())
+    logits_RV = jnp.asarray(rng.standard_normal((n, width)) * 3, jnp.float32)
+    position_R, none_R = jnp.arange(n, dtype=jnp.int32), jnp.zeros(n, jnp.int32)
+
+    def drawn(n_rows, first_seed=0):
+        rows = Rows(
+            temperature_R=jnp.full(n, 0.8, jnp.float32),
+            top_k_R=jnp.full(n, width // 2, jnp.int32),
+            top_p_R=jnp.full(n, 0.9, jnp.float32),
+            min_p_R=jnp.full(n, 0.01, jnp.float32),
+            min_tokens_R=none_R,
+            stop_Rs=jnp.full((n, 8), -1, jnp.int32),
+            seed_R=jnp.arange(first_seed, first_seed + n, dtype=jnp.uint32),
+            sample_R=none_R,
+        )
+
+        def region(z, rows, position_R, none_R):
+            ids = _draw_rows(ops, z, rows.temperature_R, rows, position_R, none_R)
+            return (*ids, _gumbel(rows, position_R, 512))
+
+        args = jax.tree.map(lambda x: x[:n_rows], (logits_RV, rows, position_R, none_R))
+        out = jax.jit(lambda *args: ops.rows(region, jnp.int32(n_rows), *args))(*args)
+        return [np.asarray(x).view(np.uint32) for x in out]
+
+    whole = drawn(n)
+    for n_rows in (8, 64):
+        for part, all_rows in zip(drawn(n_rows), whole, strict=True):
+            assert np.array_equal(part, all_rows[:n_rows])
+    assert not np.array_equal(drawn(n, first_seed=1)[0], whole[0])  # the control: other noise
