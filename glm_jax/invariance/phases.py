@@ -4,6 +4,7 @@ A phase computes every token of a trial's sequences at least once. Training and 
 to a copy of `PHASES`; a report names the phases that ran and no others.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -62,6 +63,42 @@ def preempted(trial: Trial) -> Observations:
     return wander(trial, trial.rng("preempted"), preempt=0.15)
 
 
+def prefix(trial: Trial) -> Observations:
+    """Each sequence twice, the second time after a hit: of one page, of all whole ones, of a few.
+
+    Both are cut around page borders, and go on side by side until the owner of the pages leaves.
+    """
+    rng, size = trial.rng("prefix"), trial.programs.contract.key_block
+    slots = trial.n_slots or len(trial.sequences)
+
+    def once(i: int, n_pages: int) -> Observations:
+        tokens = trial.sequences[i]
+        twice = dataclasses.replace(trial, sequences=(tokens, tokens), n_slots=max(2, slots))
+        session = twice.pool(rng)
+        cuts = _around_borders(len(tokens), size, rng)
+        owner = [Span(0, a, b) for a, b in itertools.pairwise(cuts)]
+        while owner and owner[0].first < n_pages * size:
+            session.feed([owner.pop(0)])
+        if n_pages:
+            session.share(0, 1, n_pages)
+        n_beside = int(rng.integers(0, len(owner) + 1))
+        start = n_pages * size
+        cuts = [start, *(c for c in _around_borders(len(tokens), size, rng) if c > start)]
+        for step, (a, b) in enumerate(itertools.pairwise(cuts)):
+            beside = owner[step : step + 1] if step < n_beside else []
+            if step == n_beside and 0 in session.held:
+                session.drop(0)
+            session.feed([Span(1, a, b), *beside], scatter=bool(rng.random() < 0.5))
+        found = session.observations()
+        return dataclasses.replace(found, sequence_n=np.full_like(found.sequence_n, i))
+
+    def hits(i: int) -> set[int]:
+        most = (len(trial.sequences[i]) - 1) // size
+        return {min(1, most), most, int(rng.integers(0, most + 1))}
+
+    return _join(once(i, n_pages) for i in trial.indices for n_pages in sorted(hits(i)))
+
+
 def train(trial: Trial) -> Observations:
     """All sequences in the trainer's forward, in a random place each; log-probabilities only."""
     programs, rng = trial.programs, trial.rng("train")
@@ -94,6 +131,7 @@ PHASES: Mapping[str, Phase] = MappingProxyType(
         "mixed": mixed,
         "packed": packed,
         "preempted": preempted,
+        "prefix": prefix,
         "train": train,
     }
 )
@@ -158,6 +196,12 @@ def _chunk(rng: np.random.Generator, capacity: int) -> int:
     if kind < 0.4:
         return 1
     return int(rng.integers(2, 10) if kind < 0.75 else rng.integers(10, max(11, capacity // 2)))
+
+
+def _around_borders(n: int, size: int, rng: np.random.Generator) -> list[int]:
+    """Where to cut `n` tokens: at, before or after each border of a page, and anywhere once."""
+    borders = [k + int(rng.integers(-1, 2)) for k in range(size, n + 1, size)]
+    return sorted({0, n, int(rng.integers(0, n)), *(c for c in borders if 0 < c < n)})
 
 
 def _packed_once(trial: Trial, order: int) -> Observations:

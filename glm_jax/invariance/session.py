@@ -93,11 +93,20 @@ class Session:
         slot = self._slots.pop(sequence)
         pages = [int(page) for page in self._table[slot] if page >= 0]
         self._table[slot] = -1
+        pages = [page for page in pages if page not in self._table]  # others read the rest
         self.cache = self.programs.spoil(self.cache, pages)
         self._free_pages += pages
         self._free_slots.append(slot)
         self.rng.shuffle(self._free_pages)
         self.rng.shuffle(self._free_slots)
+
+    def share(self, owner: int, sequence: int, n_pages: int) -> None:
+        """Gives a sequence that begins with the same tokens the owner's first pages to read.
+
+        The sequence goes on after them, as after a hit in a prefix cache.
+        """
+        slot = self._slots[sequence] = int(self._free_slots.pop())
+        self._table[slot, :n_pages] = self._table[self._slots[owner], :n_pages]
 
     def observations(self) -> Observations:
         """All that was recorded so far."""

@@ -79,7 +79,7 @@ class Block(nnx.Module):
             selection, scores = select_keys(self.cfg, context, query, keys, place.index)
         mixed_TNK = mix(self.cfg, context, projected.query_RNC, latent, place.latent, selection)
         y_TD, residual_TD, attended_TD = self._output(mixed_TNK, residual_TD, context)
-        out_TD, routes = self._feed_forward(y_TD, context)
+        out_TD, routes = self._feed_forward(y_TD, context, place)
         new = Stream(residual_TD, out_TD, selection)
         if not context.taps:
             return new, cache, {}
@@ -128,12 +128,15 @@ class Block(nnx.Module):
 
         return context.rows(region, mixed_TNK, residual_TD)
 
-    def _feed_forward(self, y_TD: Array, context: Context) -> tuple[Array, Routes | None]:
+    def _feed_forward(
+        self, y_TD: Array, context: Context, place: Place
+    ) -> tuple[Array, Routes | None]:
         ops, layer = context.ops, self.feed_forward
         if isinstance(layer, Mlp):
             return context.rows(lambda y_RD: layer(ops, y_RD), y_TD), None
         routes = context.rows(lambda y_RD: layer.route(ops, y_RD), y_TD)
-        expert_TkD = layer.experts(ops, y_TD, routes.ids_Rk, context.batch.valid_T)
+        valid_T = context.batch.valid_T
+        expert_TkD = layer.experts(ops, y_TD, routes.ids_Rk, valid_T, place.in_stack)
         out_TD = context.rows(
             lambda y_RD, expert_RkD, gates_Rk: layer.combine(ops, y_RD, expert_RkD, gates_Rk),
             y_TD,

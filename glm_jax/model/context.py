@@ -15,10 +15,12 @@ Taps = dict[str, Array]
 
 
 class Place(NamedTuple):
-    """A layer's numbers in the cache."""
+    """A layer's numbers in the cache, and in the stack of its experts."""
 
     latent: Any
     index: Any
+    in_stack: Any = None
+    """Which of the stacked layers' experts are this layer's; None: it was given its own alone."""
 
 
 @jax.tree_util.register_dataclass

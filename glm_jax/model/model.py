@@ -32,14 +32,18 @@ class Segment(nnx.Module):
     ) -> tuple[Stream, LatentCache | None, list[Taps]]:
         """Runs the segment's layers; taps come back one dict a layer, in layer order."""
         layout = self.layout
-        graphdef, stacked = nnx.split(self.blocks)
+        # A scan copies what it slices. A forward that reads a few experts leaves them in the stack;
+        # one that may be differentiated does not, or every layer's gradient would be a whole stack.
+        keep = cache is not None and layout.repeats > 1
+        graphdef, whole, stacked = nnx.split(self.blocks, _of_experts if keep else nnx.Nothing, ...)
         n_full = sum(indexer == "full" for _, indexer in layout.pattern)
 
         def repeat(carry, scanned):
             (stream, cache), (params, step) = carry, scanned
             full, taps = first_full + step * n_full, []
-            for i, block in enumerate(nnx.merge(graphdef, params)):
-                place = Place(layout.layer(0, i) + step * len(layout.pattern), full)
+            for i, block in enumerate(nnx.merge(graphdef, whole, params)):
+                layer = layout.layer(0, i) + step * len(layout.pattern)
+                place = Place(layer, full, step if keep else None)
                 stream, cache, layer_taps = block(stream, cache, context, place)
                 full = full + int(layout.pattern[i][1] == "full")
                 taps.append(layer_taps)
@@ -51,6 +55,12 @@ class Segment(nnx.Module):
         steps = jnp.arange(layout.repeats, dtype=jnp.int32)
         (stream, cache), taps = jax.lax.scan(repeat, (stream, cache), (stacked, steps))
         return stream, cache, [_at(layer, r) for r in range(layout.repeats) for layer in taps]
+
+
+def _of_experts(path: Any, variable: Any) -> bool:
+    """Whether a parameter is a weight of the routed experts."""
+    del path
+    return "experts" in variable.logical_axes and "expert_mlp" in variable.logical_axes
 
 
 def _at(tree: Any, index: int) -> Any:

@@ -101,20 +101,33 @@ class Moe(nnx.Module):
         x_RD: Float[Array, "R D"],
         ids_Rk: Int[Array, "R k"],
         used_R: Bool[Array, "R"],
+        in_stack: Int[Array, ""] | int | None = None,
     ) -> Float[Array, "R k D"]:
         """Output of each chosen expert for each used row, unweighted.
 
         Rows are sorted by expert and pass through tiles of fixed shape: a row's output depends on
         the row and the expert alone. Rows that are not used cost nothing and give zeros.
+
+        Args:
+            ops: the arithmetic.
+            x_RD: normed inputs.
+            ids_Rk: chosen experts.
+            used_R: rows that count.
+            in_stack: with weights of several layers, `[L, E, ...]`: which layer's to use.
         """
         (n_rows, k), n_experts = ids_Rk.shape, self.cfg.n_routed_experts
         tile = ops.expert_tile(n_rows * k // n_experts)
         order = sort_by_expert(ids_Rk, used_R, n_experts, tile)
-        gate_up_EDG = self.gate_up[...].reshape(n_experts, x_RD.shape[1], -1)
+        plan, width = order.plan, x_RD.shape[1]
+        if in_stack is not None:
+            plan = plan._replace(group_of_tile=plan.group_of_tile + in_stack * n_experts)
+        # L layers of E experts are L * E groups, of which the plan names one layer's.
+        gate_up_EDG = self.gate_up[...].reshape(-1, width, 2 * self.cfg.moe_intermediate_size)
+        down_EFD = self.down[...].reshape(-1, self.cfg.moe_intermediate_size, width)
         sorted_MD = dispatch(x_RD, order.order_M, order.place_M, tile)
-        pre_MG = grouped_matmul(sorted_MD, gate_up_EDG, order.plan, tile, ops.product)
+        pre_MG = grouped_matmul(sorted_MD, gate_up_EDG, plan, tile, ops.product)
         hidden_MF = swiglu(pre_MG.reshape(pre_MG.shape[0], 2, -1))
-        out_MD = grouped_matmul(hidden_MF, self.down[...], order.plan, tile, ops.product)
+        out_MD = grouped_matmul(hidden_MF, down_EFD, plan, tile, ops.product)
         out_RkD = collect(out_MD, order.order_M, order.place_M).reshape(n_rows, k, -1)
         return jnp.where(used_R[:, None, None], out_RkD, jnp.zeros((), out_RkD.dtype))
 

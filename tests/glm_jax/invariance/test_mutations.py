@@ -9,6 +9,7 @@ import glm_jax.head
 import glm_jax.model.moe
 import glm_jax.model.select
 from glm_jax.invariance import PHASES, bisect, check_invariance, needle_trials, variant
+from glm_jax.invariance.session import Session
 from glm_jax.model.moe import Moe
 from glm_jax.numerics.arithmetic import Arithmetic, dot
 from tests.glm_jax.invariance.models import LAST, SIZES, TWO, trial_of
@@ -112,6 +113,20 @@ def test_a_fault_is_found(monkeypatch, fault):
 
 def test_without_a_fault_nothing_is_found():
     assert unequal(trial_of()) == 0
+
+
+def test_a_hit_on_the_wrong_page_is_found(monkeypatch):
+    right = Session.share
+
+    def share(session, owner, sequence, n_pages):
+        right(session, owner, sequence, n_pages)
+        slot = session._slots[sequence]
+        session._table[slot, :n_pages] = session._table[slot, :n_pages][::-1]
+
+    trial = trial_of()
+    assert unequal(trial, ("prefill", "prefix")) == 0
+    monkeypatch.setattr(Session, "share", share)
+    assert unequal(trial, ("prefill", "prefix")) > 0
 
 
 @pytest.mark.slow

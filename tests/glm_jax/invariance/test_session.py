@@ -39,7 +39,7 @@ def test_every_phase_computes_every_token_and_no_other(watched, name):
     wanted = {(i, p) for i in trial.indices for p in range(len(trial.sequences[i]))}
     assert set(zip(found.sequence_n, found.position_n, strict=True)) == wanted
     again = found.n_tokens - len(wanted)
-    assert (again > 0) == (name in ("packed", "preempted"))
+    assert (again > 0) == (name in ("packed", "preempted", "prefix"))
     fed = sum(int(seen.batch.valid_T.sum()) for seen in batches)
     assert fed == (0 if name == "train" else found.n_tokens)  # the trainer makes its own batch
 
@@ -61,6 +61,26 @@ def test_random_company_varies_sizes_rows_slots_and_pages(watched, name):
         rows = seen.batch.valid_T
         pages = seen.table[seen.batch.slots_T[rows], seen.batch.positions_T[rows] // 4]
         assert (pages >= 0).all()
+
+
+def test_a_hit_reads_the_owners_pages_and_computes_the_rest(watched):
+    trial, batches = watched
+    found = PHASES["prefix"](trial)
+    size, shared, firsts = trial.programs.contract.key_block, 0, []
+    for seen in batches:
+        held, times = np.unique(seen.table[seen.table >= 0], return_counts=True)
+        shared = max(shared, int((times == 2).sum()))
+        firsts.append(seen.batch.positions_T[seen.batch.valid_T].min() % size)
+        written = [
+            (seen.table[slot, p // size], p % size)
+            for slot, p in zip(seen.batch.slots_T, seen.batch.positions_T, strict=True)
+        ]
+        written = [w for w, used in zip(written, seen.batch.valid_T, strict=True) if used]
+        assert len(set(written)) == len(written)  # nobody writes what another one reads
+    assert shared == (max(map(len, trial.sequences)) - 1) // size
+    assert {0, 1, size - 1} <= set(map(int, firsts))  # at, behind and before a border
+    times = np.bincount(found.position_n[found.sequence_n == 0])
+    assert times[:size].max() == 3 < times.max()  # three hits; the first page never again
 
 
 def test_decoding_runs_one_token_a_step(watched):
