@@ -68,7 +68,7 @@ def test_a_hit_reads_the_owners_pages_and_computes_the_rest(watched):
     found = PHASES["prefix"](trial)
     size, shared, firsts = trial.programs.contract.key_block, 0, []
     for seen in batches:
-        held, times = np.unique(seen.table[seen.table >= 0], return_counts=True)
+        _, times = np.unique(seen.table[seen.table >= 0], return_counts=True)
         shared = max(shared, int((times == 2).sum()))
         firsts.append(seen.batch.positions_T[seen.batch.valid_T].min() % size)
         written = [
