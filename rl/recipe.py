@@ -204,10 +204,20 @@ def read_recipe(
     return recipe if recipe.out else dataclasses.replace(recipe, out=_default_out(path, recipe))
 
 
+FREE_KEYS = ("out", "checkpoint.every", "checkpoint.keep")
+"""Keys that no number of a run depends on."""
+
+
 def differing_keys(ours: Recipe, theirs: dict[str, Any]) -> list[str]:
-    """What differs between a recipe and the keys of a stored one; the place `out` may."""
+    """What stands against going on with a stored run under this recipe, by keys.
+
+    Places and checkpoints may differ, and a run may be made longer where the learning rate of its
+    steps does not follow from their number.
+    """
     a, b = flatten(ours), dict(theirs)
-    names = [name for name in (a | b) if name != "out" and a.get(name) != b.get(name)]
+    names = [name for name in (a | b) if name not in FREE_KEYS and a.get(name) != b.get(name)]
+    if a["rl.schedule"] == "constant" and a["rl.steps"] > b.get("rl.steps", a["rl.steps"]):
+        names.remove("rl.steps")
     return [f"{name}: {a.get(name)!r} here, {b.get(name)!r} there" for name in names]
 
 

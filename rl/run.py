@@ -1,5 +1,6 @@
 """`run`: a recipe from start to report."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -33,8 +34,10 @@ def run(recipe: Recipe, *, environment: Environment | None = None) -> dict[str, 
     """
     environment = environment or recipe.environment()
     contract = contract_of(recipe)
-    with Display() as display:
-        directory = RunDirectory(recipe, contract, display.note)
+    with (
+        Display() as display,
+        contextlib.closing(RunDirectory(recipe, contract, display.note)) as directory,
+    ):
         display.note(f"{directory.path}: numerics {contract.mode}, contract {contract.digest}")
         if directory.summary is None:
             trainer = make_trainer(recipe, environment, contract)
@@ -45,7 +48,7 @@ def run(recipe: Recipe, *, environment: Environment | None = None) -> dict[str, 
             directory.write_summary(summarise(directory, trainer, contract))
         else:
             display.note("the run is complete; only its report is written again")
-    report = write_report(directory.path)
+        report = write_report(directory.path)
     return {**(directory.summary or {}), "out": str(directory.path), "report": str(report)}
 
 

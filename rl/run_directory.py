@@ -1,21 +1,25 @@
 """The files of a run: its recipe, its records line by line, and its checkpoints."""
 
+import fcntl
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from glm_jax.checkpoint import numerics
 from glm_jax.checkpoint.numerics import compare_contracts, read_contract_file, write_contract_file
 from glm_jax.errors import GlmError
 from glm_jax.numerics.contract import NumericsContract
 from rl.recipe import Recipe, differing_keys
-from rl.recipe_fields import read_toml
+from rl.recipe_fields import flatten, read_toml
 
 RECIPE, SUMMARY = "recipe.toml", "summary.json"
 WARM_START, METRICS = "warm_start.jsonl", "metrics.jsonl"
 EVALUATION, SAMPLES = "evaluation.jsonl", "samples.jsonl"
+LOCK = ".lock"
 
 
 class RunDirectory:
@@ -33,6 +37,8 @@ class RunDirectory:
             GlmError: the directory belongs to another run; names the keys that differ.
         """
         self.path, self._note = Path(recipe.out).absolute(), note
+        self.close: Callable[[], Any] = lambda: None
+        """Lets others in."""
         try:
             self._claim(recipe, contract)
         except OSError as error:
@@ -42,18 +48,46 @@ class RunDirectory:
     def _claim(self, recipe: Recipe, contract: NumericsContract) -> None:
         stored = self.path / RECIPE
         if stored.is_file():
-            if differing := "; ".join(differing_keys(recipe, read_toml(stored))):
+            self._lock()
+            there = read_toml(stored)
+            if differing := "; ".join(differing_keys(recipe, there)):
                 raise GlmError(
                     f"out = {recipe.out!r}: holds a run of another recipe ({differing}); give "
                     "another place: out=DIR"
                 )
             compare_contracts(contract, read_contract_file(self.path), str(self.path))
-        elif self.path.exists() and any(self.path.iterdir()):
+            if flatten(recipe) != there:
+                if there["rl.steps"] != recipe.rl.steps:
+                    (self.path / SUMMARY).unlink(missing_ok=True)  # first: it is complete no more
+                _replace(stored, recipe.to_toml())
+        elif self.path.exists() and any(self._foreign()):
             raise GlmError(f"out = {recipe.out!r}: is not empty and no run; give another: out=DIR")
         else:
-            (self.path / "checkpoints").mkdir(parents=True)
+            (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self._lock()
             write_contract_file(self.path, contract)
             _replace(stored, recipe.to_toml())  # last: with it the directory is a run's
+
+    def _foreign(self) -> list[Path]:
+        """What is not the beginning of a run."""
+        ours = {LOCK, "checkpoints", numerics.FILE, f".{RECIPE}.partial"}
+        return [path for path in self.path.iterdir() if path.name not in ours]
+
+    def _lock(self) -> None:
+        """Keeps other processes out until `close` or until this one ends, however it ends."""
+        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        self.close = weakref.finalize(self, os.close, file)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(file, 20).decode() or "unknown"
+            self.close()
+            raise GlmError(
+                f"out = {str(self.path)!r}: process {holder} is running it; wait for its end, "
+                "stop it, or give another place: out=DIR"
+            ) from error
+        os.ftruncate(file, 0)
+        os.write(file, str(os.getpid()).encode())
 
     def append(self, file: str, record: dict[str, Any]) -> None:
         """Adds one JSON object to a file of records. Numbers that are not finite are refused."""

@@ -1,9 +1,11 @@
 """The loop: its order, its records, and that a killed run ends like one that was not."""
 
 import collections
+import contextlib
 import dataclasses
 import io
 import json
+import os
 
 import numpy as np
 import pytest
@@ -47,7 +49,10 @@ class Begun:
         self.directory = RunDirectory(self.recipe, contract, self.notes.append)
 
     def run(self):
-        with Display(Console(file=self.text, width=200)) as display:
+        with (
+            Display(Console(file=self.text, width=200)) as display,
+            contextlib.closing(self.directory),
+        ):
             Loop(
                 self.recipe, self.environment, self.trainer, self.engine, self.directory, display
             ).run()
@@ -197,10 +202,39 @@ def test_checkpoints_are_few_and_whole(whole):
 
 def test_another_recipe_or_contract_is_refused_by_the_keys_that_differ(whole):
     out = whole.recipe.out
-    with pytest.raises(GlmError, match=r"another recipe \(rl\.steps: 6 here, 5 there\).*out=DIR"):
-        Begun(out, steps=6)
+    with pytest.raises(GlmError, match=r"another recipe \(rl\.steps: 4 here, 5 there\).*out=DIR"):
+        Begun(out, steps=4)
+    with pytest.raises(GlmError, match=r"rl\.steps: 6 here, 5 there; rl\.schedule: 'cosine'"):
+        Begun(out, steps=6, schedule="cosine")
     with pytest.raises(GlmError, match=r"mode: native here, pinned there"):
         Begun(out, mode="native")
+    assert Begun(out).run().records() == whole.records()
+
+
+def test_a_run_made_longer_ends_like_one_that_was_as_long_from_the_start(tmp_path):
+    wanted = Begun(tmp_path / "long", steps=8).run().records()[0]
+    short = Begun(tmp_path / "run").run()
+    short.directory.write_summary({"steps": 5})
+    longer = Begun(tmp_path / "run", steps=8)
+    assert longer.directory.summary is None
+    assert longer.run().records()[0] == wanted != short.trainer.digest()
+    assert [r["step"] for r in longer.directory.records(EVALUATION)] == [0, 5, 8]
+    with pytest.raises(GlmError, match=r"rl\.steps: 5 here, 8 there"):
+        Begun(tmp_path / "run")
+
+
+def test_two_processes_cannot_run_in_one_place(tmp_path):
+    first = Begun(tmp_path / "run")
+    with pytest.raises(GlmError, match=rf"process {os.getpid()} is running it.*out=DIR"):
+        Begun(tmp_path / "run")
+    first.run()
+    Begun(tmp_path / "run").directory.close()
+
+
+def test_a_run_killed_while_its_directory_was_made_starts(whole, tmp_path):
+    out = tmp_path / "run"
+    (out / "checkpoints").mkdir(parents=True)
+    (out / ".lock").touch()
     assert Begun(out).run().records() == whole.records()
 
 
