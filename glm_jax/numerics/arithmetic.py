@@ -15,6 +15,9 @@ from jaxtyping import Array, Float, Int
 from glm_jax.errors import GlmError
 from glm_jax.numerics.contract import NumericsContract
 from glm_jax.numerics.trees import tree_sum
+from pallas_kernels.pinned_matmul import Order
+from pallas_kernels.pinned_matmul import pinned_matmul as pinned_kernel
+from pallas_kernels.pinned_matmul import xla as pinned_xla
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,20 +171,18 @@ def pinned_matmul(x_RK: Array, w_KN: Array, contract: NumericsContract) -> Float
     for few rows, cut in blocks: at these widths the CPU's product was found to give the same bits
     for every tile of rows (docs/numerics.md; `check invariance` proves it where it runs).
     """
-    n_inner, width = w_KN.shape
-    few = x_RK.dtype == jnp.float32 and x_RK.shape[0] < contract.block_below
-    step = contract.column_block if few else width
-    leaves = []
-    for k in range(0, n_inner, contract.k_leaf):
-        x, w = x_RK[:, k : k + contract.k_leaf], w_KN[k : k + contract.k_leaf]
-        blocks = []
-        for n in range(0, width, step):
-            block = w[:, n : n + step]
-            n_columns, pad = block.shape[1], -block.shape[1] % contract.column_pad
-            wide = dot(x, jnp.pad(block, ((0, 0), (0, pad))) if pad else block)
-            blocks.append(wide[:, :n_columns] if pad else wide)
-        leaves.append(jnp.concatenate(blocks, axis=1) if len(blocks) > 1 else blocks[0])
-    return tree_sum(leaves)
+    order = Order(
+        k_leaf=contract.k_leaf,
+        column_block=contract.column_block,
+        block_below=contract.block_below,
+        column_pad=contract.column_pad,
+    )
+    backend = contract.backend("pinned_matmul")
+    if backend.kind == "xla":
+        # The twin itself, not the operation around it: its gradient is then XLA's transpose of
+        # the twin, which the training contract was made with.
+        return pinned_xla.contract(x_RK, w_KN, order)
+    return pinned_kernel(x_RK, w_KN, order=order, out=jnp.float32, implementation=backend)
 
 
 def pinned_by_head(x_NRI: Array, w_NIO: Array, contract: NumericsContract) -> Array:

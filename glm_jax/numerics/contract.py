@@ -10,11 +10,17 @@ from typing import Any, Literal
 import jax
 
 from glm_jax.errors import GlmError
+from pallas_kernels.backend import IMPLEMENTATIONS, Backend, Implementation, describe, described
+from pallas_kernels.errors import KernelError
+from pallas_kernels.pinned_matmul.op import KINDS as PINNED_MATMUL
 
 Mode = Literal["pinned", "native"]
 
 REVISION = 1
 """Raised with every change of code that changes a bit of any pinned result."""
+
+OPERATIONS = {"pinned_matmul": PINNED_MATMUL}
+"""Operations that the model dispatches by the contract -> their implementations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,9 @@ class NumericsContract:
     """Log-sum-exp runs over the vocabulary in blocks of this width, ascending."""
     token_leaf: int = 128
     """Gradients are summed in a tree over chunks of this many tokens of one sequence."""
+    kernels: str = "auto"
+    """What computes each operation of `pallas_kernels`: given as `auto`, `xla` or `pallas`, held as
+    the choice it comes to on this machine, with the digest of a kernel's tiles."""
     accumulation: str = "float32"
     selection: str = "score descending, index ascending; -0 = +0; NaN last"
     combine: str = "experts ascending, shared expert last, float32, one rounding"
@@ -60,6 +69,10 @@ class NumericsContract:
     device_kind: str = dataclasses.field(default_factory=lambda: _device_kind())
 
     def __post_init__(self):
+        for asked in IMPLEMENTATIONS:
+            if self.kernels == asked:
+                # A frozen field may be set while the object is made.
+                object.__setattr__(self, "kernels", _resolved(asked))
         if self.mode not in ("pinned", "native"):
             raise GlmError(f"numerics: {self.mode!r} is no mode; use 'pinned' or 'native'")
         for name in ("row_tiles", "expert_tiles"):
@@ -76,6 +89,17 @@ class NumericsContract:
     def pinned(self) -> bool:
         """Whether the mode is `pinned`."""
         return self.mode == "pinned"
+
+    def backend(self, op: str) -> Backend:
+        """What computes an operation of `pallas_kernels`.
+
+        Raises:
+            GlmError: the contract does not name it, or was made with other tiles.
+        """
+        try:
+            return described(op, self.kernels)
+        except KernelError as error:
+            raise GlmError(f"kernels: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, JSON-ready."""
@@ -121,6 +145,13 @@ def require_same(ours: NumericsContract, theirs: NumericsContract, what: str) ->
             f"{what}: numerics contract {theirs.digest} is not ours ({ours.digest}): "
             + "; ".join(differing)
         )
+
+
+def _resolved(asked: Implementation) -> str:
+    try:
+        return describe(asked, OPERATIONS)
+    except KernelError as error:
+        raise GlmError(f"kernels: {error}") from None
 
 
 def _device_kind() -> str:

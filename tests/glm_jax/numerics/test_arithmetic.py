@@ -306,3 +306,14 @@ def test_native_regions_see_all_rows_at_once(rng):
 
     np.testing.assert_array_equal(native().rows(region, jnp.asarray(3), x), x + 1)
     assert shapes == [(13, 4)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_contract_chooses_the_kernel_and_its_bits_are_the_same(dtype, rng, monkeypatch):
+    kernels = NumericsContract(kernels="pallas")
+    x, w = jnp.asarray(spread(rng, (8, 600), dtype)), jnp.asarray(spread(rng, (600, 80), dtype))
+    dy = jnp.asarray(spread(rng, (8, 80), dtype))
+    twin, kernel = Arithmetic(LADDER), Arithmetic(kernels)
+    np.testing.assert_array_equal(bits(kernel.matmul(x, w)), bits(twin.matmul(x, w)))
+    monkeypatch.setattr("pallas_kernels.pinned_matmul.xla.contract", None)  # not called again
+    assert jax.vjp(lambda x: kernel.matmul(x, w), x)[1](dy)[0].shape == x.shape

@@ -119,3 +119,18 @@ def test_an_unknown_mode_is_refused():
 def test_a_bad_contract_in_a_file_is_refused_too():
     with pytest.raises(GlmError, match=r"row_tiles: .*need ascending"):
         NumericsContract.from_dict(CONTRACT.to_dict() | {"row_tiles": [64, 8]})
+
+
+def test_the_kernels_are_a_choice_that_the_digest_covers():
+    assert CONTRACT.kernels == NumericsContract(kernels="xla").kernels == "pinned_matmul xla"
+    kernels = NumericsContract(kernels="pallas")
+    assert re.fullmatch("pinned_matmul tpu-interpret [0-9a-f]{8}", kernels.kernels)
+    assert kernels.digest != CONTRACT.digest
+    with pytest.raises(GlmError, match="kernels: pinned_matmul xla here, pinned_matmul tpu-interp"):
+        require_same(CONTRACT, kernels, "weights")
+
+
+def test_kernels_that_this_program_does_not_have_are_refused_when_used():
+    contract = NumericsContract(kernels="pinned_matmul tpu 00000000")
+    with pytest.raises(GlmError, match=r"kernels: pinned_matmul: .* made with tiles 00000000"):
+        contract.backend("pinned_matmul")
