@@ -95,7 +95,7 @@ def score(
     args = (hidden_TD, targets_T, shaping)
     if extra:
         args = jax.tree.map(lambda x: jnp.pad(x, ((0, extra),) + ((0, 0),) * (x.ndim - 1)), args)
-    scores = ops.rows(region, n_used, *args)
+    scores = ops.rows(region, n_used, *args, exponential=True)
     return jax.tree.map(lambda x: x[:n_rows], scores) if extra else scores
 
 

@@ -9,17 +9,17 @@ from glm_jax.errors import GlmError
 from rl.batches import counted, demonstration_data, rollout_data, rollout_metrics
 from rl.datum import Datum
 from rl.display import Display
-from rl.envs import Environment
+from rl.envs import Demonstration, Environment
 from rl.kl import kl_metrics
 from rl.optimizer import AdamParams
-from rl.recipe import Recipe
+from rl.recipe import LAST_DEMONSTRATION, Recipe
 from rl.rollout import Generator, Rollout, roll_out
-from rl.run_directory import EVALUATION, METRICS, SAMPLES, WARM_START, RunDirectory
+from rl.run_directory import DROPPED, EVALUATION, METRICS, SAMPLES, WARM_START, RunDirectory
 from rl.schedule import learning_rate
 from serving.engine import EngineStats, SamplingParams
 
-FIRST_PROBLEM = 2**30
-"""Training problems from here on are for RL, those before it for the supervised start."""
+FIRST_PROBLEM = LAST_DEMONSTRATION
+"""Of RL, among the training problems."""
 
 SFT_PHASE, RL_PHASE, EVAL_PHASE = range(3)
 """First numbers of the sampling seeds' keys."""
@@ -121,15 +121,14 @@ class Loop:
             raise GlmError(f"{stage} step {step + 1}: {error}; {kept}") from error
 
     def _restore(self) -> None:
-        found = self.directory.restore(self.trainer.load_state)
-        if found is not None:
+        if (found := self.directory.restore(self.trainer.load_state)) is not None:
             self.progress = Progress(**found)
             self.display.note(
                 f"resumed after {self.progress.sft} supervised and {self.progress.rl} RL steps"
             )
         sft, rl = self.progress.sft, self.progress.rl
         self.directory.keep(WARM_START, lambda record: record["step"] <= sft)
-        for file in (METRICS, SAMPLES):
+        for file in (METRICS, SAMPLES, DROPPED):
             self.directory.keep(file, lambda record: record["step"] <= rl)
         # What is measured before the first RL step is measured again unless that step is done.
         self.directory.keep(EVALUATION, lambda record: record["step"] <= rl and rl > 0)
@@ -143,7 +142,7 @@ class Loop:
         sft, step = self.recipe.sft, self.progress.sft
         began = time.perf_counter()
         first = step * sft.batch_size
-        shown = [self.environment.demonstration(first + i) for i in range(sft.batch_size)]
+        shown = [self._demonstration(first + i) for i in range(sft.batch_size)]
         output = self.trainer.forward_backward(demonstration_data(shown), "cross_entropy")
         rate = learning_rate(step, sft.steps, sft.learning_rate, sft.schedule, sft.warmup_steps)
         optim = self.trainer.optim_step(AdamParams(rate, grad_clip_norm=sft.grad_clip_norm))
@@ -159,6 +158,13 @@ class Loop:
         if step + 1 == sft.steps or (step + 1) % (10 * self.recipe.checkpoint.every) == 0:
             self._save()
 
+    def _demonstration(self, index: int) -> Demonstration:
+        try:
+            return self.environment.demonstration(index)
+        except Exception as error:  # a researcher's code may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise GlmError(f"environment: demonstration {index} raised {reason}") from error
+
     def _rl_step(self) -> None:
         rl, step = self.recipe.rl, self.progress.rl
         began, before = time.perf_counter(), self.engine.stats
@@ -172,6 +178,14 @@ class Loop:
             group_size=rl.group_size,
             seed=(self.recipe.seed, RL_PHASE, step),
         )
+        for problem, reason in rollout.dropped.items():
+            self.directory.append(DROPPED, {"step": step + 1, "problem": problem, "error": reason})
+        if rollout.dropped:
+            problem, reason = next(iter(rollout.dropped.items()))
+            self.display.note(
+                f"step {step + 1}: dropped {len(rollout.dropped)} of {rl.problems} groups; "
+                f"problem {problem}: {reason}"
+            )
         metrics = rollout_metrics(rollout)
         generated = time.perf_counter()
         metrics |= self._update(rollout, step)

@@ -15,6 +15,11 @@ from rl.recipe_fields import bounded, build, flatten, read_overrides, read_toml,
 
 Schedule = Literal["constant", "linear", "cosine"]
 
+MANY = 2**20
+"""More of anything in one step, or tokens in one sequence, is a mistake in the recipe."""
+LAST_DEMONSTRATION = 2**30
+"""Training problems from here on are for RL, those before it for the supervised start."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelRecipe:
@@ -74,7 +79,7 @@ class SftRecipe:
     """The supervised start on generated solutions."""
 
     steps: int = bounded(200, least=0)
-    batch_size: int = bounded(64, least=1)
+    batch_size: int = bounded(64, least=1, most=MANY)
     learning_rate: float = bounded(3e-3, above=0)
     schedule: Schedule = "cosine"
     warmup_steps: int = bounded(10, least=0)
@@ -87,9 +92,9 @@ class RlRecipe:
     """Policy gradients on rollouts, one optimiser step a rollout."""
 
     steps: int = bounded(25, least=0)
-    problems: int = bounded(16, least=1)
+    problems: int = bounded(16, least=1, most=MANY)
     """Of a step."""
-    group_size: int = bounded(8, least=2)
+    group_size: int = bounded(8, least=2, most=MANY)
     """Samples of a problem."""
     advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"
     loss: Literal["ppo", "importance_sampling", "cispo", "gspo", "dro"] = "ppo"
@@ -106,7 +111,7 @@ class RlRecipe:
     top_p: float = bounded(1.0, above=0)
     top_k: int = bounded(0, least=0)
     min_p: float = bounded(0.0, least=0)
-    max_tokens: int = bounded(12, least=1)
+    max_tokens: int = bounded(12, least=1, most=MANY)
     """Of one action."""
 
 
@@ -114,13 +119,13 @@ class RlRecipe:
 class EngineRecipe:
     """Sizes of the rollout engine."""
 
-    n_slots: int = bounded(64, least=1)
+    n_slots: int = bounded(64, least=1, most=MANY)
     """Sequences at once."""
-    capacity: int = bounded(32, least=1)
+    capacity: int = bounded(32, least=1, most=MANY)
     """Tokens of a sequence, prompt included; the trainer's longest too."""
-    n_rows: int = bounded(256, least=2)
+    n_rows: int = bounded(256, least=2, most=2 * MANY)
     """Tokens of a step with prompts."""
-    n_steps: int = bounded(16, least=1)
+    n_steps: int = bounded(16, least=1, most=MANY)
     """Tokens drawn a sequence in one dispatch."""
 
 
@@ -128,7 +133,7 @@ class EngineRecipe:
 class TrainerRecipe:
     """Sizes of the trainer's programs."""
 
-    rows_per_batch: int = bounded(1024, least=1)
+    rows_per_batch: int = bounded(1024, least=1, most=2 * MANY)
     """Tokens of a microbatch."""
 
 
@@ -136,7 +141,7 @@ class TrainerRecipe:
 class EvalRecipe:
     """Greedy answers to held-out problems, before and after RL."""
 
-    problems: int = bounded(128, least=1)
+    problems: int = bounded(128, least=1, most=MANY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +269,10 @@ def _check(recipe: Recipe, problems: Problems) -> None:
     if recipe.trainer.rows_per_batch < engine.capacity:
         remedy = "raise it, or lower the capacity"
         bad("trainer.rows_per_batch", f"is below engine.capacity = {engine.capacity}", remedy)
+    if sft.steps * sft.batch_size > LAST_DEMONSTRATION:
+        bad("sft.steps", f"are more than {LAST_DEMONSTRATION} demonstrations", "lower it")
+    if rl.problems * rl.group_size > MANY:
+        bad("rl.group_size", f"makes more than {MANY} samples a step", "lower it or rl.problems")
     for name, stage in (("sft", sft), ("rl", rl)):
         if stage.warmup_steps > stage.steps:
             bad(f"{name}.warmup_steps", f"is more than {name}.steps = {stage.steps}", "lower it")

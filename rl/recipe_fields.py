@@ -12,9 +12,16 @@ from glm_jax.config_fields import Problems, describe, is_int, is_number, nearest
 from glm_jax.errors import GlmError
 
 
-def bounded(default: Any, *, least: float | None = None, above: float | None = None) -> Any:
-    """A field with a default whose values are at least, or above, a number."""
-    return dataclasses.field(default=default, metadata={"least": least, "above": above})
+def bounded(
+    default: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field with a default whose values are at least, above, or at most, a number."""
+    bounds = {"least": least, "above": above, "most": most}
+    return dataclasses.field(default=default, metadata=bounds)
 
 
 def keys(cls: type, prefix: str = "") -> dict[str, tuple[Any, Mapping[str, Any]]]:
@@ -97,6 +104,8 @@ def _problem(value: Any, kind: Any, bounds: Mapping[str, Any]) -> tuple[str, str
             return f"is below {least}", f"give at least {least}"
         if (above := bounds.get("above")) is not None and value <= above:
             return f"is not above {above}", "raise it"
+        if (most := bounds.get("most")) is not None and value > most:
+            return f"is above {most}", f"give at most {most}"
     return None
 
 

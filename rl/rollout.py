@@ -11,6 +11,9 @@ from glm_jax.errors import GlmError
 from rl.envs import Environment, Episode, Split
 from serving.engine import Completion, SamplingParams
 
+LARGEST = 1e30
+"""Rewards and metrics are below it, so that no sum or square of them overflows."""
+
 
 class Generator(Protocol):
     """What rollouts need of an engine."""
@@ -197,15 +200,19 @@ class _Sample:
         answer = self.episode.step(ids)
         numbers = {"reward": answer.reward, **answer.metrics}
         for name, value in numbers.items():
-            if not math.isfinite(value):
-                raise ValueError(f"{name} is {value}")
+            if not abs(value) < LARGEST:
+                raise ValueError(f"{name} is {value}; need numbers below {LARGEST:g}")
         self.reward += float(answer.reward)
         self.metrics |= {name: float(value) for name, value in answer.metrics.items()}
         self.live = not answer.done
         if self.live:
+            n_before = len(self.tokens)
             self._given(answer.observation)
-            if len(self.tokens) > self.most_prompt:  # no room for another action
+            if len(self.tokens) > self.most_prompt:
+                # No room for another action; what nobody answers is nothing to learn from.
                 self.live, self.cut = False, True
+                for column in (self.tokens, self.sampled, self.logprobs, self.kept):
+                    del column[n_before:]
 
     def _given(self, ids: Sequence[int]) -> None:
         """Adds tokens that are not the model's."""

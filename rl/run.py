@@ -11,6 +11,7 @@ from glm_jax.numerics.contract import NumericsContract
 from rl.display import Display
 from rl.envs import Environment
 from rl.loop import Engine, Loop, Trainer
+from rl.memory import require_memory
 from rl.recipe import Recipe
 from rl.report import write_report
 from rl.run_directory import EVALUATION, METRICS, RunDirectory
@@ -34,6 +35,7 @@ def run(recipe: Recipe, *, environment: Environment | None = None) -> dict[str, 
     """
     environment = environment or recipe.environment()
     contract = contract_of(recipe)
+    require_memory(recipe, GlmModel.abstract(config_of(recipe, environment)), contract)
     with (
         Display() as display,
         contextlib.closing(RunDirectory(recipe, contract, display.note)) as directory,

@@ -18,7 +18,7 @@ from rl.recipe_fields import flatten, read_toml
 
 RECIPE, SUMMARY = "recipe.toml", "summary.json"
 WARM_START, METRICS = "warm_start.jsonl", "metrics.jsonl"
-EVALUATION, SAMPLES = "evaluation.jsonl", "samples.jsonl"
+EVALUATION, SAMPLES, DROPPED = "evaluation.jsonl", "samples.jsonl", "dropped.jsonl"
 LOCK = ".lock"
 
 
@@ -121,7 +121,7 @@ class RunDirectory:
         """Whole checkpoints, newest first: directories are renamed to these names when complete."""
         return sorted((self.path / "checkpoints").glob("step-??????"), reverse=True)
 
-    def restore(self, load: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
+    def restore[T](self, load: Callable[[Path], T]) -> T | None:
         """What `load` gives for the newest checkpoint that it can read; None if there is none.
 
         Half-written ones are removed and unusable ones renamed, with a note.
@@ -153,9 +153,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """JSON objects of a file of lines; none if it is absent. A cut last line is left out.
 
     Raises:
-        GlmError: another line is no JSON.
+        GlmError: another line is no JSON, or the file no text.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    except UnicodeDecodeError as error:
+        raise GlmError(f"{path}: is no UTF-8 text ({error}); restore or remove it") from error
     records = []
     for number, line in enumerate(lines, start=1):
         try:

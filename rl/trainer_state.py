@@ -24,9 +24,11 @@ from glm_jax.numerics.contract import NumericsContract
 ARRAYS, COUNTERS, CONFIG = "arrays.safetensors", "state.json", "config.json"
 
 
-def digest(arrays: dict[str, np.ndarray]) -> str:
-    """Hash of names and bits, whatever the order of the mapping."""
+def digest(arrays: dict[str, np.ndarray], counters: dict[str, Any] | None = None) -> str:
+    """Hash of names and bits, and of counters, whatever the order of the mappings."""
     hashed = hashlib.sha256()
+    if counters is not None:
+        hashed.update(json.dumps(counters, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         hashed.update(f"{name} {array.dtype} {array.shape}\n".encode())
         hashed.update(np.ascontiguousarray(array).tobytes())
@@ -47,7 +49,8 @@ def save(
         for name, x in _named(state).items()
     }
     try:
-        text = json.dumps(counters | {"digest": digest(arrays)}, indent=2, allow_nan=False) + "\n"
+        plain = json.loads(json.dumps(counters, allow_nan=False))
+        text = json.dumps(plain | {"digest": digest(arrays, plain)}, indent=2) + "\n"
     except (TypeError, ValueError) as error:
         raise GlmError(f"more: cannot be kept as JSON ({error}); give plain values") from error
     with replace_directory(directory, overwrite=True) as partial:
@@ -104,13 +107,14 @@ def load(
 def _read(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     try:
         counters = json.loads((directory / COUNTERS).read_text(encoding="utf-8"))
-        recorded = [counters[name] for name in ("step", "version", "more", "digest")][-1]
+        plain = {name: counters[name] for name in ("step", "version", "more")}
+        recorded = counters["digest"]
         arrays = load_file(directory / ARRAYS)
     except Exception as error:  # safetensors raises its own, which has no public base
         raise GlmError(f"{directory}: cannot be read ({error!r}); use an older state") from error
-    if (found := digest(arrays)) != recorded:
+    if (found := digest(arrays, plain)) != recorded:
         raise GlmError(
-            f"{directory}: the arrays have digest {found}, recorded is {recorded}; the files were "
+            f"{directory}: the state has digest {found}, recorded is {recorded}; the files were "
             "changed: use an older state"
         )
     return arrays, counters

@@ -154,7 +154,8 @@ def wander(
     session = trial.pool(rng)
     done = dict.fromkeys(trial.indices, 0)
     untouched = set(trial.indices) if preempt else set()
-    small_tiles = trial.programs.contract.row_tiles[:2]
+    contract = trial.programs.contract
+    small_tiles = [tile for tile in contract.row_tiles if tile <= contract.block_below]
     while unfinished := [i for i in trial.indices if done[i] < len(trial.sequences[i])]:
         spans = _company(trial, unfinished, done, rng)
         room = int(rng.choice(small_tiles)) if rng.random() < 0.2 else 0

@@ -133,8 +133,8 @@ class Block(nnx.Module):
     ) -> tuple[Array, Routes | None]:
         ops, layer = context.ops, self.feed_forward
         if isinstance(layer, Mlp):
-            return context.rows(lambda y_RD: layer(ops, y_RD), y_TD), None
-        routes = context.rows(lambda y_RD: layer.route(ops, y_RD), y_TD)
+            return context.rows(lambda y_RD: layer(ops, y_RD), y_TD, exponential=True), None
+        routes = context.rows(lambda y_RD: layer.route(ops, y_RD), y_TD, exponential=True)
         valid_T = context.batch.valid_T
         expert_TkD = layer.experts(ops, y_TD, routes.ids_Rk, valid_T, place.in_stack)
         out_TD = context.rows(
@@ -142,6 +142,7 @@ class Block(nnx.Module):
             y_TD,
             expert_TkD,
             routes.gates_Rk,
+            exponential=True,
         )
         return out_TD, routes
 

@@ -47,6 +47,6 @@ class Context:
     taps: bool = dataclasses.field(metadata={"static": True})
     """Also return intermediate values."""
 
-    def rows(self, region: Callable[..., Any], *args: Any) -> Any:
-        """Applies a region to the used rows."""
-        return self.ops.rows(region, self.n_used, *args)
+    def rows(self, region: Callable[..., Any], *args: Any, exponential: bool = False) -> Any:
+        """Applies a region to the used rows; `exponential`: it has an `exp`."""
+        return self.ops.rows(region, self.n_used, *args, exponential=exponential)

@@ -139,7 +139,10 @@ def mix(
         keys_RkC = latent.at[layer, page_Rk, id_Rk % size].get(mode="clip")
         return attend_gathered(context.ops, query_RNC, keys_RkC, listed_Rk, **sizes)
 
-    return context.rows(region, query_TNC, selection, context.pages_Tp, context.batch.positions_T)
+    position_T = context.batch.positions_T
+    return context.rows(
+        region, query_TNC, selection, context.pages_Tp, position_T, exponential=True
+    )
 
 
 def _up_to(position_R: Array, valid_R: Array, n_keys: int) -> Array:

@@ -103,7 +103,8 @@ class Arithmetic:
         """Rows that a batch of `n_rows` is padded to: whole tiles, or nothing in native mode."""
         if not self.contract.pinned:
             return n_rows
-        tile = self.row_tile(n_rows)
+        # Few rows cost what reading the weights costs: one half-empty tile is cheaper than two.
+        tile = self.row_tile(max(n_rows, min(2 * n_rows, self.contract.block_below)))
         return -(-n_rows // tile) * tile
 
     def expert_tile(self, rows_an_expert: int) -> int:
@@ -111,7 +112,13 @@ class Arithmetic:
         # Half-empty tiles of a larger size are cheaper than many small ones.
         return _largest(self.contract.expert_tiles, 2 * rows_an_expert)
 
-    def rows(self, region: Callable[..., Any], n_rows: Int[Array, ""], *args: Any) -> Any:
+    def rows(
+        self,
+        region: Callable[..., Any],
+        n_rows: Int[Array, ""],
+        *args: Any,
+        exponential: bool = False,
+    ) -> Any:
         """Applies a region to the first `n_rows` rows of `args`.
 
         Rows after them are undefined: zeros, or what the last tile made of the padding in it.
@@ -120,10 +127,15 @@ class Arithmetic:
             region: maps pytrees of `[R, ...]` arrays to a pytree of `[R, ...]` arrays, row by row.
             n_rows: number of rows that matter (traced).
             *args: pytrees of `[T, ...]` arrays, T a multiple of the row tile.
+            exponential: the region has an `exp`: it gets at least `exp_rows` rows.
         """
         if not self.contract.pinned:
             return region(*args)
         total = jax.tree.leaves(args)[0].shape[0]
+        if exponential and (more := self.contract.exp_rows - total) > 0:
+            args = jax.tree.map(lambda a: jnp.pad(a, ((0, more), *((0, 0),) * (a.ndim - 1))), args)
+            out = self.rows(region, n_rows, *args)
+            return jax.tree.map(lambda a: a[:total], out)
         tile = self.row_tile(total)
         if total % tile:
             raise GlmError(

@@ -16,7 +16,7 @@ from pallas_kernels.pinned_matmul.op import KINDS as PINNED_MATMUL
 
 Mode = Literal["pinned", "native"]
 
-REVISION = 1
+REVISION = 2
 """Raised with every change of code that changes a bit of any pinned result."""
 
 OPERATIONS = {"pinned_matmul": PINNED_MATMUL}
@@ -35,10 +35,18 @@ class NumericsContract:
     mode: Mode = "pinned"
     revision: int = REVISION
     """Of the code behind the constants."""
-    row_tiles: tuple[int, ...] = (8, 64, 256, 1024)
+    row_tiles: tuple[int, ...] = (2, 8, 16, 64, 256, 1024)
     """Rows a region may process at once. All give the same bits: `check invariance` proves it."""
     expert_tiles: tuple[int, ...] = (8, 64, 256)
     """Rows of one expert processed at once."""
+    exp_rows: int = 8
+    """Regions with an exponential run on at least so many rows: its vector code and the scalar code
+    of a tail round differently, and in 2 rows of few columns all is tail."""
+    backward_row_tile: int = 256
+    """Rows that the backward transposes at once: one size, as a transposed region was seen to give
+    a row other bits in another tile."""
+    backward_expert_tile: int = 64
+    """The same for the rows of one expert."""
     k_leaf: int = 256
     """Contractions are cut in leaves of this width, added in a balanced binary tree in f32."""
     column_block: int = 128

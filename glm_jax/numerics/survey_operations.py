@@ -88,11 +88,21 @@ class _Draw:
         return jnp.asarray(self.rng.standard_normal(shape) * scale, dtype or self.dtype)
 
 
-def _region(name: str, rows: tuple[Array, ...], shared: Any, region: Callable) -> Operation:
+def _region(
+    name: str,
+    rows: tuple[Array, ...],
+    shared: Any,
+    region: Callable,
+    *,
+    exponential: bool = False,
+) -> Operation:
     """A region `(ops, shared, *rows)` of the model: stock is the same in native arithmetic."""
 
     def pinned(ops, n_used, shared, *rows):
-        return ops.rows(lambda *part: region(ops, shared, *part), n_used, *rows)
+        def part(*rows):
+            return region(ops, shared, *rows)
+
+        return ops.rows(part, n_used, *rows, exponential=exponential)
 
     return Operation(
         name=name,
@@ -117,17 +127,20 @@ def _vectors(draw: _Draw) -> Iterator[Operation]:
     yield _region(
         "LayerNorm 32", (draw(32),), norm, lambda ops, s, x: layer_norm(ops, x, s[0], s[1], 1e-6)
     )
-    softmax = _region("softmax of 64", (draw(64, dtype="float32"),), (), _softmax)
+    scores = (draw(64, dtype="float32"),)
+    softmax = _region("softmax of 64", scores, (), _softmax, exponential=True)
     yield dataclasses.replace(softmax, stock=lambda _, x: jax.nn.softmax(x, axis=-1))
     # Pinned: as many equal columns as `row_sum` gives, so that every vector is full.
     column = jnp.abs(draw(1, dtype="float32"))
     column = jnp.broadcast_to(column, (draw.n_rows, 8))
     for name, function in (("exp", jnp.exp), ("log", jnp.log)):
-        one = _region(f"{name} of a number a row", (column,), (), _first_column(function))
+        first = _first_column(function)
+        one = _region(f"{name} of a number a row", (column,), (), first, exponential=True)
         yield dataclasses.replace(one, stock=lambda _, x, f=function: f(x[:, 0]))
     angles = (draw(8, dtype="float32"), draw(8, dtype="float32"))
     yield _region("rope 8x16", (draw(8, 16), *angles), (), lambda ops, _, *args: rope(*args))
-    yield _region("SwiGLU 128", (draw(2, 128),), (), lambda ops, _, x: swiglu(x))
+    gate_up = (draw(2, 128),)
+    yield _region("SwiGLU 128", gate_up, (), lambda ops, _, x: swiglu(x), exponential=True)
     model = materialise(GlmModel(_two_layers(draw.dtype)), 0)
     targets = jnp.asarray(draw.rng.integers(0, 512, draw.n_rows), jnp.int32)
     yield Operation(

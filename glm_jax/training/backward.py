@@ -1,13 +1,14 @@
 """The backward: every layer's regions are transposed from saved inputs.
 
 What belongs to a row (derivatives of the stream, factors of the weight gradients) is computed for
-all rows at once, in the forward's tiles; a row's bits do not depend on its company. Sums over rows
+all rows, in tiles of one size; a row's bits do not depend on its company. Sums over rows
 are cut in chunks, up to `token_leaf` tokens of one sequence: a chunk's `x^T dy` is one leaf of the
 tree (`accumulate`). So no bit of any gradient depends on packing, on the number of microbatches or
 on the other sequences. The values that the loss reads are the forward's own; what is recomputed
 here only forms derivatives.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -204,7 +205,13 @@ class _Walk:
 
     def __init__(self, model, train: TrainBatch, contract: NumericsContract, count):
         self.model, self.train, self.count = model, train, count
-        self.cfg, self.contract, self.ops = model.cfg, contract, Arithmetic(contract)
+        self.cfg, self.contract = model.cfg, contract
+        one_size = dataclasses.replace(
+            contract,
+            row_tiles=(contract.backward_row_tile,),
+            expert_tiles=(contract.backward_expert_tile,),
+        )
+        self.ops = Arithmetic(one_size)
         self.chunk = contract.token_leaf
         # Rows past the end, so that the last chunk and the last sequence can be sliced whole.
         self.spare = max(self.chunk, train.max_length)
@@ -219,7 +226,12 @@ class _Walk:
         def tile(rows, given, d_out):
             return pull(self.contract, lambda ops, r: region(ops, r, given), rows, d_out)
 
-        return self.ops.rows(tile, self.n_used, rows, given, d_out)
+        n = self.train.batch.n_tokens
+        args = (rows, given, d_out)
+        if more := self.ops.bucket(n) - n:
+            args = jax.tree.map(lambda x: _pad(x, more), args)
+        out = self.ops.rows(tile, self.n_used, *args)
+        return jax.tree.map(lambda x: x[:n], out) if more else out
 
     def cut(self, i, tree):
         """Rows of chunk `i`, `[chunk, ...]`; rows after its length are zeros."""

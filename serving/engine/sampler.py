@@ -83,9 +83,8 @@ def draw(
     def region(logits_RV, temperature_R, rows, position_R, generated_R):
         return _draw_rows(ops, logits_RV, temperature_R, rows, position_R, generated_R)
 
-    token_R, kept_RW = ops.rows(
-        region, n_used, scores.logits_TV, temperature_R, rows, position_R, generated_R
-    )
+    args = (scores.logits_TV, temperature_R, rows, position_R, generated_R)
+    token_R, kept_RW = ops.rows(region, n_used, *args, exponential=True)
     logit_R = jnp.take_along_axis(scores.logits_TV, token_R[:, None], axis=1)[:, 0]
     logprob_R = logit_R - scores.lse_T
 

@@ -1,5 +1,7 @@
 """The layers: shared selection, routing, dtypes, initialisation."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,8 @@ from glm_jax.cache import LatentCache
 from glm_jax.forward import forward
 from glm_jax.model import GlmModel
 from glm_jax.model.moe import Moe
-from glm_jax.numerics.arithmetic import native
+from glm_jax.numerics.arithmetic import Arithmetic, native
+from glm_jax.numerics.contract import NumericsContract
 from glm_jax.params import leaves, materialise
 from tests.glm_jax.models import PINNED, SMALL, batch_of, ids, model_of, run
 
@@ -190,3 +193,41 @@ def test_initial_weights_have_the_configured_width():
             assert (values == (0.0 if path.endswith("bias") else 1.0)).all(), path
         else:
             assert 0.7 < values.std() / SMALL.initializer_range < 1.3, path
+
+
+def routed(tile, exponential):
+    """Routes of 1,024 rows in tiles of one size; 3 of 6 experts leave a vector's tail everywhere."""
+    cfg = SMALL.with_overrides(n_routed_experts=6, num_experts_per_tok=3)
+    layer = materialise(Moe(cfg), 0)
+    rng = np.random.default_rng(0)
+    layer.router.set_value(jnp.asarray(rng.standard_normal(layer.router.shape) * 0.3, jnp.float32))
+    x_RD = jnp.asarray(rng.standard_normal((1024, cfg.hidden_size)), jnp.float32)
+    ops = Arithmetic(NumericsContract(row_tiles=(tile,)))
+
+    @jax.jit
+    def run(x_RD, n):
+        def part(i):
+            return jax.lax.dynamic_slice_in_dim(x_RD, i * tile, tile, 0)
+
+        def route(i):
+            one = functools.partial(layer.route, ops)
+            return ops.rows(one, jnp.int32(tile), part(i), exponential=exponential)
+
+        def body(i, out):
+            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+            return jax.tree.map(lambda a, b: put(a, b, i * tile), out, route(i))
+
+        shapes = jax.eval_shape(route, 0)
+        empty = jax.tree.map(lambda s: jnp.zeros((1024, *s.shape[1:]), s.dtype), shapes)
+        return jax.lax.fori_loop(0, n, body, empty)
+
+    return jax.device_get(run(x_RD, jnp.int32(1024 // tile)))
+
+
+def test_routes_are_the_same_bits_in_tiles_of_every_size():
+    whole, again = routed(64, True), routed(2, True)
+    assert np.array_equal(again.ids_Rk, whole.ids_Rk)
+    assert np.array_equal(again.gates_Rk.view(np.uint32), whole.gates_Rk.view(np.uint32))
+    # The control: in 2 rows the exponential of the gates is all tail.
+    tail = routed(2, False)
+    assert not np.array_equal(tail.gates_Rk.view(np.uint32), whole.gates_Rk.view(np.uint32))

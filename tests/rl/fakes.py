@@ -141,6 +141,8 @@ class DigitSum:
 
     def demonstration(self, index):
         self.fuse("demonstration")
+        if self.failing.get(index) == "demonstration":
+            raise RuntimeError("no solution")
         return Demonstration(TOKENIZER.encode(f"{index % 1000}"), [3 + index % 10, EOS])
 
 
@@ -160,9 +162,10 @@ class DigitSumEpisode:
         if self.failure == "raises":
             raise RuntimeError("the checker broke")
         reward = float(sum(map(int, action)) % 10) / 10
-        reward = {"nan": float("nan"), "inf": float("inf")}.get(self.failure, reward)
+        reward = {"nan": float("nan"), "inf": float("inf"), "huge": 1e308}.get(self.failure, reward)
         done = self.n_taken == self.environment.n_turns
-        observation = [] if done else [99] if self.failure == "observation" else [4, 5]
+        given = {"observation": [99], "long": [4] * 500}.get(self.failure, [4, 5])
+        observation = [] if done else given
         metrics = {"correct": float(reward == 0.3)}
         if self.failure == "metric":
             metrics["odd"] = float("nan")

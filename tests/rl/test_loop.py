@@ -16,7 +16,15 @@ from glm_jax.numerics.contract import NumericsContract
 from rl.display import Display
 from rl.loop import FIRST_PROBLEM, Loop
 from rl.recipe import CheckpointRecipe, EvalRecipe, Recipe, RlRecipe, SftRecipe
-from rl.run_directory import EVALUATION, METRICS, SAMPLES, WARM_START, RunDirectory
+from rl.run_directory import (
+    DROPPED,
+    EVALUATION,
+    METRICS,
+    SAMPLES,
+    WARM_START,
+    RunDirectory,
+    read_records,
+)
 from tests.rl.fakes import DigitSum, FakeEngine, FakeTrainer, Fuse, KilledError
 
 REQUIRED = {
@@ -248,11 +256,26 @@ def test_a_directory_that_is_no_run_is_left_alone(tmp_path):
 
 
 def test_dropped_groups_are_counted_and_the_run_goes_on(tmp_path):
-    failing = {FIRST_PROBLEM + 5: "nan", FIRST_PROBLEM + 9: "raises"}
+    failing = {FIRST_PROBLEM + 5: "nan", FIRST_PROBLEM + 9: "raises", FIRST_PROBLEM + 14: "huge"}
     begun = Begun(tmp_path / "run", environment=DigitSum(failing=failing)).run()
     dropped = [step["groups/dropped"] for step in begun.directory.records(METRICS)]
-    assert dropped == [0, 1, 1, 0, 0]
+    assert dropped == [0, 1, 1, 1, 0]
     assert len(begun.trainer.seen[4][1]) == 6
+    reasons = {r["problem"] - FIRST_PROBLEM: r["error"] for r in begun.directory.records(DROPPED)}
+    assert reasons == {
+        5: "ValueError: reward is nan; need numbers below 1e+30",
+        9: "RuntimeError: the checker broke",
+        14: "ValueError: reward is 1e+308; need numbers below 1e+30",
+    }
+    shown = "step 3: dropped 1 of 4 groups; problem 1073741833: RuntimeError: the checker broke"
+    assert shown in begun.text.getvalue()
+
+
+def test_a_demonstration_that_raises_is_named(tmp_path):
+    begun = Begun(tmp_path / "run", environment=DigitSum(failing={3: "demonstration"}))
+    message = "supervised step 2: environment: demonstration 3 raised RuntimeError: no solution"
+    with pytest.raises(GlmError, match=message):
+        begun.run()
 
 
 def test_an_environment_that_mostly_fails_stops_the_run_and_names_the_checkpoint(tmp_path):
@@ -275,6 +298,12 @@ def test_a_value_that_is_not_finite_stops_before_the_update_and_keeps_the_checkp
 def test_metrics_that_are_not_finite_are_never_written(whole):
     with pytest.raises(ValueError, match="not JSON compliant"):
         whole.directory.append("other.jsonl", {"loss": float("nan")})
+
+
+def test_records_that_are_no_text_are_refused_by_name(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n')
+    with pytest.raises(GlmError, match=r"metrics\.jsonl: is no UTF-8 text"):
+        read_records(tmp_path / "metrics.jsonl")
 
 
 def test_plain_lines_show_every_step_under_one_heading(whole):

@@ -73,7 +73,17 @@ def test_an_episode_ends_where_another_action_would_not_fit():
     engine = FakeEngine()
     trajectory = roll(DigitSum(n_turns=99), [7], engine, group_size=1).groups[0].trajectories[0]
     assert trajectory.cut and 1 < trajectory.n_turns < 99
-    assert engine.capacity - 4 < len(trajectory.tokens) <= engine.capacity + 2
+    assert engine.capacity - 4 - 2 < len(trajectory.tokens) <= engine.capacity
+    assert trajectory.sampled[-1]  # what it would have seen next is left out
+
+
+def test_an_observation_that_does_not_fit_ends_the_episode():
+    engine = FakeEngine()
+    rollout = roll(DigitSum(failing={2: "long"}, n_turns=2), engine=engine)
+    assert not rollout.dropped
+    turns = {g.problem: {(t.n_turns, t.cut) for t in g.trajectories} for g in rollout.groups}
+    assert turns.pop(2) == {(1, True)}
+    assert all(n == 2 for problem in turns.values() for n, _ in problem)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +91,10 @@ def test_an_episode_ends_where_another_action_would_not_fit():
     [
         ("raises", "RuntimeError: the checker broke"),
         ("episode", "RuntimeError: no such problem"),
-        ("nan", "ValueError: reward is nan"),
-        ("inf", "ValueError: reward is inf"),
-        ("metric", "ValueError: odd is nan"),
+        ("nan", "ValueError: reward is nan; need numbers below 1e+30"),
+        ("inf", "ValueError: reward is inf; need numbers below 1e+30"),
+        ("huge", "ValueError: reward is 1e+308; need numbers below 1e+30"),
+        ("metric", "ValueError: odd is nan; need numbers below 1e+30"),
         ("prompt", "ValueError: token ids must be 0 to 12"),
         ("observation", "ValueError: token ids must be 0 to 12"),
     ],

@@ -83,7 +83,14 @@ def forget_a_counter(state):
     (state / "state.json").write_text(json.dumps(counters))
 
 
+def change_a_counter(state):
+    counters = json.loads((state / "state.json").read_text())
+    counters["step"] += 1
+    (state / "state.json").write_text(json.dumps(counters))
+
+
 DAMAGE = [
+    (change_a_counter, "the files were changed"),
     (flip_a_bit_of_a_moment, "the files were changed"),
     (cut_arrays, "cannot be read"),
     (forget_a_counter, "cannot be read .*'version'"),

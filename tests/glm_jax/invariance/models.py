@@ -15,7 +15,7 @@ TWO = SMALL.with_overrides(
 """A layer of each feed-forward, each with an indexer: quick to compile."""
 LAST = TWO.num_hidden_layers - 1
 SIZES = Sizes(n_sequences=2, capacity=72)
-"""A prefill takes tiles of 256 rows, a decoding step one of 8."""
+"""A prefill takes tiles of 256 rows, a decoding step one of 2."""
 
 
 def trial_of(

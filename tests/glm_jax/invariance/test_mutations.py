@@ -15,7 +15,7 @@ from glm_jax.numerics.arithmetic import Arithmetic, dot
 from tests.glm_jax.invariance.models import LAST, SIZES, TWO, trial_of
 from tests.glm_jax.models import PINNED, model_of
 
-FEW = 8
+FEW = PINNED.row_tiles[0]
 """Rows of a decoding step: a fault that shows there alone depends on the batch."""
 
 

@@ -62,30 +62,30 @@ def shaping(kept=True, hot=0.6):
     return shapes
 
 
-def run(batches, dtype="float32", model_=None, shapes=None):
+def run(batches, dtype="float32", model_=None, shapes=None, n_rows=N_ROWS, numerics=None):
     """Gradients and logprobs over batches of (sequence numbers, placement)."""
-    m = model_ or model(dtype)
+    m, numerics = model_ or model(dtype), numerics or contract()
     sequences, targets, coefficients = data()
     state, logprobs = backward.initial(m, N_LEVELS), {}
     for numbers, placement in batches:
         train, rows = pack.pack(
             m.cfg,
-            contract(),
+            numerics,
             [sequences[i] for i in numbers],
             [targets[i] for i in numbers],
-            n_rows=N_ROWS,
+            n_rows=n_rows,
             max_length=MAX_LENGTH,
             placement=placement,
             shaping=None if shapes is None else [shapes[i] for i in numbers],
         )
         # As many slots and chunks in every batch, so that one program serves all.
         train = dataclasses.replace(train, n_slots=4)
-        logprob_T, saved = FORWARD(m, train, contract())
-        d_T = np.zeros(N_ROWS, np.float32)
+        logprob_T, saved = FORWARD(m, train, numerics)
+        d_T = np.zeros(n_rows, np.float32)
         for i, r in zip(numbers, rows, strict=True):
             d_T[r] = coefficients[i]
             logprobs[i] = np.asarray(logprob_T)[r]
-        state = BACKWARD(m, train, saved, jnp.asarray(d_T), state, contract())
+        state = BACKWARD(m, train, saved, jnp.asarray(d_T), state, numerics)
     return jax.device_get(backward.gradients(m, state)), logprobs
 
 
@@ -166,6 +166,24 @@ def test_no_gradient_bit_depends_on_packing_or_microbatches(batches, dtype):
     assert same_bits(got, expected)
     for i in logprobs:
         assert np.array_equal(again[i].view(np.uint32), logprobs[i].view(np.uint32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_rows", [128, pytest.param(1024, marks=pytest.mark.slow)])
+def test_no_gradient_bit_depends_on_the_rows_of_a_batch(n_rows, dtype):
+    # The forward runs 128 rows in tiles of 64, N_ROWS in one of 256, 1,024 in one of 1,024.
+    batches = [((0, 1), (1, 0)), ((2, 3), None)] if n_rows < N_ROWS else [(range(4), None)]
+    expected, logprobs = whole(dtype)
+    got, again = run(batches, dtype, n_rows=n_rows)
+    assert same_bits(got, expected)
+    for i in logprobs:
+        assert np.array_equal(again[i].view(np.uint32), logprobs[i].view(np.uint32))
+
+
+def test_another_tile_of_the_backward_does_change_bits():
+    # The control: that is why there is one size.
+    numerics = dataclasses.replace(contract(), backward_row_tile=8, backward_expert_tile=8)
+    assert not same_bits(run([(range(4), None)], numerics=numerics)[0], whole()[0])
 
 
 def test_another_order_of_the_sequences_does_change_bits():

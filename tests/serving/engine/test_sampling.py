@@ -149,7 +149,7 @@ def test_a_row_is_drawn_alike_in_tiles_of_every_size(width, rng):
         return [np.asarray(x).view(np.uint32) for x in out]
 
     whole = drawn(n)
-    for n_rows in (8, 64):
+    for n_rows in (2, 8, 16, 64):
         for part, all_rows in zip(drawn(n_rows), whole, strict=True):
             assert np.array_equal(part, all_rows[:n_rows])
     assert not np.array_equal(drawn(n, first_seed=1)[0], whole[0])  # the control: other noise
