@@ -132,15 +132,20 @@ class Arithmetic:
         if not self.contract.pinned:
             return region(*args)
         total = jax.tree.leaves(args)[0].shape[0]
-        if exponential and (more := self.contract.exp_rows - total) > 0:
-            args = jax.tree.map(lambda a: jnp.pad(a, ((0, more), *((0, 0),) * (a.ndim - 1))), args)
-            out = self.rows(region, n_rows, *args)
-            return jax.tree.map(lambda a: a[:total], out)
         tile = self.row_tile(total)
         if total % tile:
             raise GlmError(
                 f"rows: {total} are no whole tiles of {tile}; pad the batch to {self.bucket(total)}"
             )
+        if exponential and tile < self.contract.exp_rows:
+            tile = self.contract.exp_rows
+            args = jax.tree.map(lambda a: _pad_rows(a, -total % tile), args)
+        out = self._loop(region, tile, n_rows, args)
+        return jax.tree.map(lambda a: a[:total], out)
+
+    def _loop(self, region: Callable[..., Any], tile: int, n_rows: Array, args: Any) -> Any:
+        """Applies a region tile by tile; the trip count is traced."""
+        total = jax.tree.leaves(args)[0].shape[0]
 
         def part(i):
             return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * tile, tile, 0), args)
@@ -154,6 +159,10 @@ class Arithmetic:
         shapes = jax.eval_shape(lambda: region(*part(0)))
         empty = jax.tree.map(lambda s: jnp.zeros((total, *s.shape[1:]), s.dtype), shapes)
         return lax.fori_loop(0, (n_rows + tile - 1) // tile, body, empty)
+
+
+def _pad_rows(x: Array, n: int) -> Array:
+    return jnp.pad(x, ((0, n), *((0, 0),) * (x.ndim - 1)))
 
 
 def native() -> Arithmetic:
