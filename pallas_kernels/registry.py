@@ -1,6 +1,8 @@
 """All operations, by name."""
 
 from pallas_kernels.cases import Op
+from pallas_kernels.layer_norm.shapes import OP as LAYER_NORM
 from pallas_kernels.pinned_matmul.shapes import OP as PINNED_MATMUL
+from pallas_kernels.rms_norm.shapes import OP as RMS_NORM
 
-OPS: dict[str, Op] = {op.name: op for op in (PINNED_MATMUL,)}
+OPS: dict[str, Op] = {op.name: op for op in (PINNED_MATMUL, RMS_NORM, LAYER_NORM)}
