@@ -91,6 +91,12 @@ def forward(
     def matrix(j, v, k, matrix_v, *_):
         return (matrix_v[v], k, j) if layout == "nn" else (matrix_v[v], j, k)
 
+    def x_block(j, v, k, matrix_v, group_v, tile_v, *_):
+        return tile_v[v], k
+
+    def out_block(j, v, k, matrix_v, group_v, tile_v, *_):
+        return tile_v[v], j
+
     inner, columns = plan.step, plan.column_tile
     shape = (None, inner, columns) if layout == "nn" else (None, columns, inner)
     scratch = (plan.n_levels, plan.row_tile, plan.column_tile)
@@ -100,14 +106,10 @@ def forward(
             num_scalar_prefetch=1 + len(visits),
             grid=(pl.cdiv(width, columns), visits[0].shape[0], plan.n_steps),
             in_specs=[
-                pl.BlockSpec(
-                    (plan.row_tile, inner), lambda j, v, k, w, g, tile_v, *_: (tile_v[v], k)
-                ),
+                pl.BlockSpec((plan.row_tile, inner), x_block),
                 pl.BlockSpec(shape, matrix),
             ],
-            out_specs=pl.BlockSpec(
-                (plan.row_tile, columns), lambda j, v, k, w, g, tile_v, *_: (tile_v[v], j)
-            ),
+            out_specs=pl.BlockSpec((plan.row_tile, columns), out_block),
             scratch_shapes=[pltpu.VMEM(scratch, jnp.float32)] if plan.n_levels else [],
         ),
         out_shape=jax.ShapeDtypeStruct((n_rows, width), x_MK.dtype),
