@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from glm_jax.errors import GlmError
 from glm_jax.numerics.contract import NumericsContract
 from glm_jax.numerics.trees import tree_sum
+from pallas_kernels.backend import XLA, Backend
 from pallas_kernels.grouped_matmul import GroupPlan, grouped_matmul
 from pallas_kernels.pinned_matmul import Order
 from pallas_kernels.pinned_matmul import pinned_matmul as pinned_kernel
@@ -91,6 +92,10 @@ class Arithmetic:
             y_NRO = pinned_by_head(heads_NRI, w_NIO, self.contract)
         return jnp.swapaxes(y_NRO.astype(x_RNI.dtype), 0, 1)
 
+    def backend(self, op: str) -> Backend:
+        """What computes an operation of `pallas_kernels`; native arithmetic uses no kernel."""
+        return self.contract.backend(op) if self.contract.pinned else XLA
+
     def grouped_matmul(
         self, x_MK: Float[Array, "M K"], w_EKN: Float[Array, "E K N"], plan: GroupPlan, tile: int
     ) -> Float[Array, "M N"]:
@@ -104,7 +109,7 @@ class Arithmetic:
             tile,
             self.product,
             order=product_order(self.contract),
-            implementation=self.contract.backend("grouped_matmul"),
+            implementation=self.backend("grouped_matmul"),
         )
 
     def spread(self, gain_D: Float[Array, "D"], n_rows: int) -> Float[Array, "_ D"]:
