@@ -18,6 +18,8 @@ from glm_jax.config import GlmConfig
 from glm_jax.numerics.arithmetic import Arithmetic, batched_dot
 from glm_jax.numerics.primitives import rms_norm, rope
 from glm_jax.params import ONES, Normal, declare
+from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.sparse_attention import xla as sparse_xla
 
 
 class Projected(NamedTuple):
@@ -112,16 +114,14 @@ def attend_gathered(
 
     The products of a row have the shape `[N, C] x [C, k]` and `[N, k] x [k, K]` whatever the batch.
     """
-    score_RNk = batched_dot("rnc,rkc->rnk", query_RNC, keys_RkC) * scale
-    score_RNk = jnp.where(allowed_Rk[:, None, :], score_RNk, -jnp.inf)
-    peak_RN1 = jax.lax.stop_gradient(jnp.max(score_RNk, axis=-1, keepdims=True))
-    weight_RNk = jnp.exp(score_RNk - jnp.where(jnp.isfinite(peak_RN1), peak_RN1, 0.0))
-    weight_RNk = weight_RNk.astype(keys_RkC.dtype)
-    mixed_RNK = batched_dot("rnk,rkc->rnc", weight_RNk, keys_RkC)[:, :, :rank]
-    total_RN1 = ops.row_sum(weight_RNk.astype(jnp.float32).reshape(-1, weight_RNk.shape[2]))[:, :1]
-    total_RN1 = total_RN1.reshape(*weight_RNk.shape[:2], 1)
-    # A row without a key has weights of exactly 0.
-    return (mixed_RNK / jnp.where(total_RN1 == 0.0, 1.0, total_RN1)).astype(keys_RkC.dtype)
+    backend = ops.backend("sparse_attention")
+    if backend.kind == "xla":
+        return sparse_xla.attend(
+            query_RNC, keys_RkC, allowed_Rk, scale=scale, rank=rank, row_sum=ops.row_sum
+        )
+    return sparse_attention(
+        query_RNC, keys_RkC, allowed_Rk, scale=scale, rank=rank, implementation=backend
+    )
 
 
 def _masked_softmax(score: Array, allowed: Array) -> Array:

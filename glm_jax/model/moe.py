@@ -20,7 +20,7 @@ from glm_jax.config import GlmConfig
 from glm_jax.numerics.arithmetic import Arithmetic
 from glm_jax.numerics.primitives import swiglu
 from glm_jax.params import ZEROS, Buffer, Normal, declare
-from pallas_kernels.grouped_matmul import GroupPlan, grouped_matmul, plan_groups
+from pallas_kernels.grouped_matmul import GroupPlan, plan_groups
 from pallas_kernels.top_k_select import mask_to_ids, select_mask
 
 
@@ -120,14 +120,14 @@ class Moe(nnx.Module):
         order = sort_by_expert(ids_Rk, used_R, n_experts, tile)
         plan, width = order.plan, x_RD.shape[1]
         if in_stack is not None:
-            plan = plan._replace(group_of_tile=plan.group_of_tile + in_stack * n_experts)
+            plan = plan.among(in_stack * n_experts)
         # L layers of E experts are L * E groups, of which the plan names one layer's.
         gate_up_EDG = self.gate_up[...].reshape(-1, width, 2 * self.cfg.moe_intermediate_size)
         down_EFD = self.down[...].reshape(-1, self.cfg.moe_intermediate_size, width)
         sorted_MD = dispatch(x_RD, order.order_M, order.place_M, tile)
-        pre_MG = grouped_matmul(sorted_MD, gate_up_EDG, plan, tile, ops.product)
+        pre_MG = ops.grouped_matmul(sorted_MD, gate_up_EDG, plan, tile)
         hidden_MF = swiglu(pre_MG.reshape(pre_MG.shape[0], 2, -1))
-        out_MD = grouped_matmul(hidden_MF, down_EFD, plan, tile, ops.product)
+        out_MD = ops.grouped_matmul(hidden_MF, down_EFD, plan, tile)
         out_RkD = collect(out_MD, order.order_M, order.place_M).reshape(n_rows, k, -1)
         return jnp.where(used_R[:, None, None], out_RkD, jnp.zeros((), out_RkD.dtype))
 

@@ -15,6 +15,8 @@ from jaxtyping import Array, Float, Int
 from glm_jax.errors import GlmError
 from glm_jax.numerics.contract import NumericsContract
 from glm_jax.numerics.trees import tree_sum
+from pallas_kernels.backend import XLA, Backend
+from pallas_kernels.grouped_matmul import GroupPlan, grouped_matmul
 from pallas_kernels.pinned_matmul import Order
 from pallas_kernels.pinned_matmul import pinned_matmul as pinned_kernel
 from pallas_kernels.pinned_matmul import xla as pinned_xla
@@ -89,6 +91,26 @@ class Arithmetic:
         else:
             y_NRO = pinned_by_head(heads_NRI, w_NIO, self.contract)
         return jnp.swapaxes(y_NRO.astype(x_RNI.dtype), 0, 1)
+
+    def backend(self, op: str) -> Backend:
+        """What computes an operation of `pallas_kernels`; native arithmetic uses no kernel."""
+        return self.contract.backend(op) if self.contract.pinned else XLA
+
+    def grouped_matmul(
+        self, x_MK: Float[Array, "M K"], w_EKN: Float[Array, "E K N"], plan: GroupPlan, tile: int
+    ) -> Float[Array, "M N"]:
+        """Each row times its group's matrix, in this arithmetic; see `pallas_kernels`."""
+        if not self.contract.pinned:
+            return grouped_matmul(x_MK, w_EKN, plan, tile, self.product)
+        return grouped_matmul(
+            x_MK,
+            w_EKN,
+            plan,
+            tile,
+            self.product,
+            order=product_order(self.contract),
+            implementation=self.backend("grouped_matmul"),
+        )
 
     def spread(self, gain_D: Float[Array, "D"], n_rows: int) -> Float[Array, "_ D"]:
         """A gain in f32, to be multiplied with `n_rows` rows."""
@@ -192,18 +214,23 @@ def pinned_matmul(x_RK: Array, w_KN: Array, contract: NumericsContract) -> Float
     for few rows, cut in blocks: at these widths the CPU's product was found to give the same bits
     for every tile of rows (docs/numerics.md; `check invariance` proves it where it runs).
     """
-    order = Order(
-        k_leaf=contract.k_leaf,
-        column_block=contract.column_block,
-        block_below=contract.block_below,
-        column_pad=contract.column_pad,
-    )
+    order = product_order(contract)
     backend = contract.backend("pinned_matmul")
     if backend.kind == "xla":
         # The twin itself, not the operation around it: its gradient is then XLA's transpose of
         # the twin, which the training contract was made with.
         return pinned_xla.contract(x_RK, w_KN, order)
     return pinned_kernel(x_RK, w_KN, order=order, out=jnp.float32, implementation=backend)
+
+
+def product_order(contract: NumericsContract) -> Order:
+    """How the contract cuts a product."""
+    return Order(
+        k_leaf=contract.k_leaf,
+        column_block=contract.column_block,
+        block_below=contract.block_below,
+        column_pad=contract.column_pad,
+    )
 
 
 def pinned_by_head(x_NRI: Array, w_NIO: Array, contract: NumericsContract) -> Array:

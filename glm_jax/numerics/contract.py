@@ -12,14 +12,20 @@ import jax
 from glm_jax.errors import GlmError
 from pallas_kernels.backend import IMPLEMENTATIONS, Backend, Implementation, describe, described
 from pallas_kernels.errors import KernelError
+from pallas_kernels.grouped_matmul.op import KINDS as GROUPED_MATMUL
 from pallas_kernels.pinned_matmul.op import KINDS as PINNED_MATMUL
+from pallas_kernels.sparse_attention.op import KINDS as SPARSE_ATTENTION
 
 Mode = Literal["pinned", "native"]
 
 REVISION = 2
 """Raised with every change of code that changes a bit of any pinned result."""
 
-OPERATIONS = {"pinned_matmul": PINNED_MATMUL}
+OPERATIONS = {
+    "grouped_matmul": GROUPED_MATMUL,
+    "pinned_matmul": PINNED_MATMUL,
+    "sparse_attention": SPARSE_ATTENTION,
+}
 """Operations that the model dispatches by the contract -> their implementations."""
 
 

@@ -5,15 +5,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from glm_jax.numerics.arithmetic import Arithmetic
+from pallas_kernels.layer_norm import xla as layer_xla
+from pallas_kernels.rms_norm import xla as rms_xla
 
 
 def rms_scale(
     ops: Arithmetic, x_RD: Float[Array, "R D"], gain_D: Float[Array, "D"], eps: float
 ) -> Float[Array, "R D"]:
     """`gain * x / sqrt(mean(x^2) + eps)` in f32; the result is f32 and still to be rounded."""
-    x_RD = x_RD.astype(jnp.float32)
-    mean_R1 = ops.row_sum(x_RD * x_RD)[:, :1] / x_RD.shape[1]
-    return x_RD * jax.lax.rsqrt(mean_R1 + eps) * ops.spread(gain_D, x_RD.shape[0])
+    gain_RD = ops.spread(gain_D, x_RD.shape[0])
+    return rms_xla.scale(x_RD.astype(jnp.float32), gain_RD, eps, row_sum=ops.row_sum)
 
 
 def rms_norm(
@@ -50,12 +51,8 @@ def layer_norm(
     eps: float,
 ) -> Float[Array, "R D"]:
     """LayerNorm with biased variance and f32 statistics, rounded once to the dtype of `x`."""
-    x32_RD, width = x_RD.astype(jnp.float32), x_RD.shape[1]
-    centred_RD = x32_RD - ops.row_sum(x32_RD)[:, :1] / width
-    variance_R1 = ops.row_sum(centred_RD * centred_RD)[:, :1] / width
-    gain_1D, bias_1D = gain_D.astype(jnp.float32)[None, :], bias_D.astype(jnp.float32)[None, :]
-    y_RD = centred_RD * jax.lax.rsqrt(variance_R1 + eps) * gain_1D + bias_1D
-    return y_RD.astype(x_RD.dtype)
+    (y_RD,) = layer_xla.norm(x_RD, gain_D[None, :], bias_D[None, :], eps, row_sum=ops.row_sum)
+    return y_RD
 
 
 def rope_angles(

@@ -25,6 +25,11 @@ from pallas_kernels.cases import Case, Part
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 """Generation -> a small topology of it."""
 
+SCOPED_VMEM = re.compile(
+    r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
+)
+"""What a compiled program says of the VMEM of one operation."""
+
 NO_LIBTPU = (
     "not checked: libtpu is not installed, so nothing was compiled for TPU; "
     "install the extra 'tpu' (uv sync --extra tpu)"
@@ -83,11 +88,9 @@ def for_tpu(part: Part, case: Case, generation: str) -> Lowered:
         return jax.jit(part.run(case, TPU)).lower(*inputs)
 
     def compile_it(lowered):
-        found = re.findall(
-            r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"\}',
-            lowered.compile().as_text(),
-        )
-        return max(map(int, found), default=None)
+        lines = lowered.compile().as_text().splitlines()
+        kernels = [line for line in lines if 'custom_call_target="tpu_custom_call"' in line]
+        return max((int(n) for line in kernels for n in SCOPED_VMEM.findall(line)), default=None)
 
     return _twice(str(case), generation, lower, compile_it)
 

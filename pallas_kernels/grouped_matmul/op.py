@@ -1,9 +1,11 @@
 """Grouped matrix product with its transposes.
 
-Numerics contract: a row is computed in a tile of fixed shape `[tile, K] x [K, N]` with f32
+Numerics contract. A row is computed in a tile of fixed shape `[tile, K] x [K, N]` with f32
 accumulation and one rounding, so its bits depend on the row and its group's weights only, never on
 how many rows the group has or where the row stands. The weight gradient of a group adds its tiles
-in ascending row order in f32; a group without rows gets exactly +0.
+in ascending row order in f32, counted from the group's first row; a group without rows gets exactly
++0. In the XLA twin the arithmetic of a tile is the caller's `product`; the kernel computes the one
+of `pinned_matmul` in the same leaves.
 """
 
 import functools
@@ -15,7 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_matmul import xla
+from pallas_kernels.backend import XLA, Backend, Implementation, resolve
+from pallas_kernels.grouped_matmul import pallas_tpu, xla
+from pallas_kernels.pinned_matmul.order import Order
+
+KINDS = ("xla", "tpu")
+"""Implementations of the product and of both gradients."""
 
 
 class GroupPlan(NamedTuple):
@@ -29,6 +36,17 @@ class GroupPlan(NamedTuple):
     """Row after the last one that belongs to the tile's group."""
     n_tiles: Int[Array, ""]
     """How many tiles there are (traced, so that an empty group costs nothing)."""
+    counts_E: Int[Array, "E"]
+    """Rows of each group."""
+    first: Int[Array, ""]
+    """Matrix of the first group: 0, unless the groups are some of more matrices."""
+
+    def among(self, first: Int[Array, ""] | int) -> "GroupPlan":
+        """The plan for groups whose matrices start at number `first` of a longer stack."""
+        return self._replace(
+            group_of_tile=self.group_of_tile + first,
+            first=jnp.asarray(self.first + first, jnp.int32),
+        )
 
 
 def plan_groups(counts_E: Int[Array, "E"], n_rows: int, tile: int) -> GroupPlan:
@@ -44,36 +62,47 @@ def plan_groups(counts_E: Int[Array, "E"], n_rows: int, tile: int) -> GroupPlan:
     index_in_group_n = tile_n - (tile_end_E - tiles_E)[group_n]
     start_n = (row_end_E - counts_E)[group_n] + index_in_group_n * tile
     return GroupPlan(
-        group_n, start_n.astype(jnp.int32), row_end_E[group_n].astype(jnp.int32), tile_end_E[-1]
+        group_n,
+        start_n.astype(jnp.int32),
+        row_end_E[group_n].astype(jnp.int32),
+        tile_end_E[-1],
+        counts_E,
+        jnp.int32(0),
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def grouped_matmul(
     x_MK: Float[Array, "M K"],
     w_EKN: Float[Array, "E K N"],
     plan: GroupPlan,
     tile: int,
     product: Callable[[Array, Array], Array] = xla.product,
+    *,
+    order: Order | None = None,
+    implementation: Implementation | Backend = XLA,
 ) -> Float[Array, "M N"]:
     """Multiplies each row with its group's matrix.
 
     Args:
         x_MK: rows sorted by group, followed by `tile` spare rows whose content is ignored: M is the
             number of rows plus `tile`.
-        w_EKN: one matrix a group, of the same dtype.
+        w_EKN: one matrix a group, of the same dtype; or more, if the plan says which.
         plan: from `plan_groups`, for the same number of rows and tile.
         tile: rows a tile.
-        product: `[tile, K] x [K, N]` in f32, the arithmetic of one tile.
+        product: `[tile, K] x [K, N]` in f32, the arithmetic of one tile in the XLA twin.
+        order: leaves of the kernel's arithmetic; default: those of the numerics contract.
+        implementation: what runs; the twin unless told otherwise, since only it knows `product`.
 
     Returns:
         `[M, N]` in the dtype of `x_MK`; the spare rows hold nothing of meaning.
 
     Raises:
-        TypeError: the dtypes differ. ValueError: the shapes do not fit.
+        TypeError: the dtypes differ. ValueError: the shapes do not fit, or there is no such
+            implementation.
     """
     _check(x_MK, w_EKN, tile)
-    return xla.forward(x_MK, w_EKN, plan, tile, product)
+    backend = resolve("grouped_matmul", implementation, KINDS)
+    return _product(x_MK, w_EKN, plan, tile, product, order or Order(), backend)
 
 
 def _check(x_MK, w_EKN, tile):
@@ -87,16 +116,29 @@ def _check(x_MK, w_EKN, tile):
         )
 
 
-def _fwd(x_MK, w_EKN, plan, tile, product):
-    return grouped_matmul(x_MK, w_EKN, plan, tile, product), (x_MK, w_EKN, plan)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _product(x_MK, w_EKN, plan, tile, product, order, backend):
+    if backend.kind == "tpu":
+        return pallas_tpu.forward(x_MK, w_EKN, plan, "nn", order, backend.interpret)
+    return xla.forward(x_MK, w_EKN, plan, tile, product)
 
 
-def _bwd(tile, product, saved, dy_MN):
+def _fwd(x_MK, w_EKN, plan, tile, product, order, backend):
+    y_MN = _product(x_MK, w_EKN, plan, tile, product, order, backend)
+    return y_MN, (x_MK, w_EKN, plan)
+
+
+def _bwd(tile, product, order, backend, saved, dy_MN):
     x_MK, w_EKN, plan = saved
-    dx_MK = xla.forward(dy_MN, jnp.swapaxes(w_EKN, 1, 2), plan, tile, product)
-    dw_EKN = xla.weight_gradient(x_MK, dy_MN, w_EKN, plan, tile)
+    if backend.kind == "tpu":
+        interpret = backend.interpret
+        dx_MK = pallas_tpu.forward(dy_MN, w_EKN, plan, "nt", order, interpret)
+        dw_EKN = pallas_tpu.weight_gradient(x_MK, dy_MN, w_EKN, plan, tile, interpret)
+    else:
+        dx_MK = xla.forward(dy_MN, jnp.swapaxes(w_EKN, 1, 2), plan, tile, product)
+        dw_EKN = xla.weight_gradient(x_MK, dy_MN, w_EKN, plan, tile)
     none = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), plan)
     return dx_MK, dw_EKN, none
 
 
-grouped_matmul.defvjp(_fwd, _bwd)
+_product.defvjp(_fwd, _bwd)

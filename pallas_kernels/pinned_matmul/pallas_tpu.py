@@ -7,7 +7,6 @@ holding log2(steps) partial sums.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -103,11 +102,6 @@ def contract(
             f"need {need / 2**20:.1f} MiB of VMEM, over vmem_mib {config.vmem_mib}; nearest is "
             f"leaves_a_step {max(1, plan.leaves_a_step // 2)}"
         )
-    if n_inner % leaf and plan.n_steps * plan.step > n_inner and n_inner < plan.leaf:
-        # A block is never wider than its array: one short leaf is padded where it is a copy.
-        pad = plan.step - n_inner
-        a = jnp.pad(a, [(0, pad if axis == axis_a else 0) for axis in (0, 1)])
-        b = jnp.pad(b, [(0, pad if axis == axis_b else 0) for axis in (0, 1)])
 
     def block(axis, tile, tile_index):
         shape, order_of = [plan.step, plan.step], axis
@@ -151,17 +145,40 @@ def plan_tiles(
 
 
 def _kernel(a_ref, b_ref, out_ref, *scratch, plan: Plan, layout: Layout, order: Order):
-    k = pl.program_id(2)
-    last = plan.n_steps - 1
-
     def product(n_leaves, last_width):
-        leaves = []
-        for j in range(n_leaves):
-            width = last_width if j == n_leaves - 1 else plan.leaf
-            a = _leaf(a_ref, AXES[layout][0], j * plan.leaf, plan.leaf, width)
-            b = _leaf(b_ref, AXES[layout][1], j * plan.leaf, plan.leaf, width)
-            leaves.append(xla.leaf(a, b, layout, order, dot=_dot))
-        return tree_sum(leaves)
+        return leaves_product(a_ref, b_ref, n_leaves, last_width, plan.leaf, layout, order)
+
+    def write(value):
+        out_ref[...] = value.astype(out_ref.dtype)
+
+    step(pl.program_id(2), plan, product, scratch, write)
+
+
+def leaves_product(
+    a_ref, b_ref, n_leaves: int, last_width: int, leaf: int, layout: Layout, order: Order
+) -> jax.Array:
+    """The tree over the leaves of one step; the last one may be short."""
+    axis_a, axis_b = AXES[layout]
+    leaves = []
+    for j in range(n_leaves):
+        width = last_width if j == n_leaves - 1 else leaf
+        a = _leaf(a_ref, axis_a, j * leaf, leaf, width)
+        b = _leaf(b_ref, axis_b, j * leaf, leaf, width)
+        leaves.append(xla.leaf(a, b, layout, order, dot=dot))
+    return tree_sum(leaves)
+
+
+def step(k, plan: Plan, product, scratch, write) -> None:
+    """Step `k` of the contraction: adds its leaves to the sums that wait, or writes the total.
+
+    Args:
+        k: number of the step (traced).
+        plan: the sizes.
+        product: `(n_leaves, width of the last)` -> the tree over the leaves of this step.
+        scratch: a reference to `[n_levels, row_tile, column_tile]` f32, or none for one step.
+        write: takes the total, in the last step.
+    """
+    last = plan.n_steps - 1
 
     def finish():
         n_leaves = -(-(plan.n_inner - last * plan.step) // plan.leaf)
@@ -169,7 +186,7 @@ def _kernel(a_ref, b_ref, out_ref, *scratch, plan: Plan, layout: Layout, order: 
         for level in range(plan.n_levels):
             if last >> level & 1:
                 value = scratch[0][level] + value
-        out_ref[...] = value.astype(out_ref.dtype)
+        write(value)
 
     def push():
         value = product(plan.leaves_a_step, plan.leaf)
@@ -198,7 +215,7 @@ def _leaf(ref, axis: int, start: int, size: int, width: int) -> jax.Array:
     return jnp.where(inside, value, jnp.zeros_like(value))
 
 
-def _dot(a: jax.Array, b: jax.Array, layout: Layout) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, layout: Layout) -> jax.Array:
     """As `xla.dot`; Mosaic knows a contract precision for f32 operands only."""
     axis_a, axis_b = AXES[layout]
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
@@ -209,8 +226,3 @@ def _dot(a: jax.Array, b: jax.Array, layout: Layout) -> jax.Array:
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-
-
-def flops(n_rows: int, width: int, n_inner: int) -> int:
-    """Multiplications and additions of the product."""
-    return 2 * math.prod((n_rows, width, n_inner))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from glm_jax.errors import GlmError
+from rl.cli.bench import WIDTH
 
 if TYPE_CHECKING:  # importing it would import jax
     from pallas_kernels.check.report import KernelReport, PartReport
@@ -54,7 +55,8 @@ def _print(report: "KernelReport") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    # A pipe has no width: rich would then fold the lines at 80 columns.
+    console = Console(width=max(Console().width, WIDTH), highlight=False)
     table = Table()
     for header in ("operation", "part", "interpreted"):
         table.add_column(header, no_wrap=True)

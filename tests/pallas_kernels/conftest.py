@@ -20,10 +20,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         metafunc.parametrize(("part", "case"), pairs)
     elif "part" in names and "rows_case" in names:
-        pairs = [(part, case) for part in op.parts for case in op.tagged("rows")]
-        metafunc.parametrize(
-            ("part", "rows_case"), pairs, ids=[f"{p.name}-{c.dtype}" for p, c in pairs]
-        )
+        # By default one dtype of each forward; gradients and the other dtype are slow.
+        pairs = [
+            pytest.param(
+                part,
+                case,
+                id=f"{part.name}-{case.dtype}",
+                marks=() if part is op.parts[0] and case.dtype == "float32" else pytest.mark.slow,
+            )
+            for part in op.parts
+            for case in op.tagged("rows")
+        ]
+        metafunc.parametrize(("part", "rows_case"), pairs)
     if "backend" in names:
-        backends = [XLA, INTERPRET]
-        metafunc.parametrize("backend", backends, ids=str)
+        backends = [
+            pytest.param(XLA, id=str(XLA)),
+            pytest.param(INTERPRET, id=str(INTERPRET), marks=pytest.mark.slow),
+        ]
+        metafunc.parametrize("backend", backends)

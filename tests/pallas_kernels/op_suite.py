@@ -13,8 +13,6 @@ from pallas_kernels.cases import Case, Op, Part
 from pallas_kernels.errors import KernelError
 
 ROWS = (1, 2, 3, 5, 8, 16, 17, 31, 32, 33, 64, 100, 128, 257)
-FEW_ROWS = (1, 17, 100)
-"""What of ROWS the interpreted kernel runs by default; `slow` runs them all."""
 
 
 def bits(tree) -> list[np.ndarray]:
@@ -76,11 +74,6 @@ class OpSuite:
         assert n_unequal(self.run(part, case, XLA, arrays), other) > 0
 
     def test_a_row_has_the_bits_it_has_alone(self, part, rows_case, backend, rng):
-        if part.name == "forward":  # gradients: slow
-            self.check_rows(part, rows_case, backend, ROWS if backend == XLA else FEW_ROWS, rng)
-
-    @pytest.mark.slow
-    def test_a_row_has_the_bits_it_has_alone_at_every_size(self, part, rows_case, backend, rng):
         self.check_rows(part, rows_case, backend, ROWS, rng)
 
     def check_rows(self, part, case, backend, sizes, rng):

@@ -8,8 +8,13 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import grouped_matmul, plan_groups, xla
+from pallas_kernels.backend import GPU, INTERPRET, XLA
+from pallas_kernels.errors import KernelError
+from pallas_kernels.grouped_matmul import grouped_matmul, pallas_tpu, plan_groups, xla
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
+from pallas_kernels.grouped_matmul.shapes import OP
+from pallas_kernels.pinned_matmul import Order
+from tests.pallas_kernels.op_suite import OpSuite
 
 TILE, K, N, E = 8, 24, 12, 5
 COUNTS = {
@@ -24,11 +29,17 @@ COUNTS = {
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "product"))
-def run(x_MK, w_EKN, counts_E, dy_MN, tile=TILE, product=xla.product):
+class TestGroupedMatmul(OpSuite):
+    op = OP
+
+
+@functools.partial(jax.jit, static_argnames=("tile", "product", "backend"))
+def run(x_MK, w_EKN, counts_E, dy_MN, tile=TILE, product=xla.product, backend=XLA):
     """Product, dx and dw."""
     plan = plan_groups(counts_E, x_MK.shape[0] - tile, tile)
-    y_MN, back = jax.vjp(lambda x, w: grouped_matmul(x, w, plan, tile, product), x_MK, w_EKN)
+    y_MN, back = jax.vjp(
+        lambda x, w: grouped_matmul(x, w, plan, tile, product, implementation=backend), x_MK, w_EKN
+    )
     return y_MN, *back(dy_MN)
 
 
@@ -122,37 +133,46 @@ def test_jit_changes_nothing_but_rounding(rng):
     np.testing.assert_allclose(grouped_matmul(x_MK, w_EKN, plan, TILE), y_MN, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", [XLA, INTERPRET], ids=str)
 @pytest.mark.parametrize("name", ["empty groups", "one group takes all", "no row"])
-def test_the_weight_gradient_of_a_group_without_rows_is_plus_zero(name, rng):
+def test_the_weight_gradient_of_a_group_without_rows_is_plus_zero(backend, name, rng):
     # Spare cotangents are negative: a product with a zeroed row would leave -0.
-    *_, dw_EKN = run(*make(rng, COUNTS[name], spare=-1.0))
+    *_, dw_EKN = run(*make(rng, COUNTS[name], spare=-1.0), backend=backend)
     empty = np.asarray(COUNTS[name]) == 0
     assert empty.any()
     assert not np.asarray(dw_EKN)[empty].view(np.uint32).any()
 
 
+@pytest.mark.parametrize("backend", [XLA, INTERPRET], ids=str)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("spare", [np.nan, np.inf])
-def test_spare_rows_may_hold_anything(spare, dtype, rng):
+def test_spare_rows_may_hold_anything(backend, spare, dtype, rng):
     counts = COUNTS["off the tile"]
     x_MK, w_EKN, counts_E, dy_MN = make(rng, counts, dtype)
     n_rows = sum(counts)
-    clean = run(x_MK, w_EKN, counts_E, dy_MN)
-    dirty = run(x_MK.at[n_rows:].set(spare), w_EKN, counts_E, dy_MN.at[n_rows:].set(spare))
+    clean = run(x_MK, w_EKN, counts_E, dy_MN, backend=backend)
+    dirty = run(
+        x_MK.at[n_rows:].set(spare), w_EKN, counts_E, dy_MN.at[n_rows:].set(spare), backend=backend
+    )
     for a, b in zip(clean, dirty, strict=True):
         assert_bits_equal(a[:n_rows], b[:n_rows])
 
 
+@pytest.mark.parametrize("backend", [XLA, INTERPRET], ids=str)
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_nan_in_one_group_stays_there(dtype, rng):
+def test_nan_in_one_group_stays_there(backend, dtype, rng):
     counts = COUNTS["off the tile"]
     x_MK, w_EKN, counts_E, dy_MN = make(rng, counts, dtype)
-    clean = run(x_MK, w_EKN, counts_E, dy_MN)
+    clean = run(x_MK, w_EKN, counts_E, dy_MN, backend=backend)
     group, n_rows = 1, sum(counts)
     mine = np.repeat(np.arange(E), counts) == group
     rows = np.flatnonzero(mine)
     dirty = run(
-        x_MK.at[rows].set(np.nan), w_EKN.at[group].set(np.nan), counts_E, dy_MN.at[rows].set(np.nan)
+        x_MK.at[rows].set(np.nan),
+        w_EKN.at[group].set(np.nan),
+        counts_E,
+        dy_MN.at[rows].set(np.nan),
+        backend=backend,
     )
     for a, b, others in zip(clean, dirty, (~mine, ~mine, np.arange(E) != group), strict=True):
         assert_bits_equal(np.asarray(a)[:n_rows][others], np.asarray(b)[:n_rows][others])
@@ -160,10 +180,14 @@ def test_nan_in_one_group_stays_there(dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("tile", [8, 128])
-def test_a_row_has_the_same_bits_alone_and_anywhere_in_its_group(tile, dtype, rng):
+@pytest.mark.parametrize(
+    ("backend", "tile"), [(XLA, 8), (XLA, 128), (INTERPRET, 8)], ids=("xla-8", "xla-128", "tpu-8")
+)
+def test_a_row_has_the_same_bits_alone_and_anywhere_in_its_group(backend, tile, dtype, rng):
     x_MK, w_EKN, _, dy_MN = make(rng, (0, 0, 1, 0, 0), dtype, tile=tile)
-    y_alone, dx_alone, _ = run(x_MK, w_EKN, jnp.asarray((0, 0, 1, 0, 0)), dy_MN, tile)
+    y_alone, dx_alone, _ = run(
+        x_MK, w_EKN, jnp.asarray((0, 0, 1, 0, 0)), dy_MN, tile, backend=backend
+    )
     for counts, place in (
         ((0, 0, 40, 0, 0), 0),
         ((0, 0, 40, 0, 0), 39),
@@ -178,21 +202,25 @@ def test_a_row_has_the_same_bits_alone_and_anywhere_in_its_group(tile, dtype, rn
             counts_E,
             others_MN.at[place].set(dy_MN[0]),
             tile,
+            backend=backend,
         )
         assert_bits_equal(y_MN[place], y_alone[0])
         assert_bits_equal(dx_MK[place], dx_alone[0])
 
 
-def test_the_order_of_groups_does_not_matter(rng):
+@pytest.mark.parametrize("backend", [XLA, INTERPRET], ids=str)
+def test_the_order_of_groups_does_not_matter(backend, rng):
     counts = COUNTS["off the tile"]
     x_MK, w_EKN, counts_E, dy_MN = make(rng, counts)
-    y_MN, dx_MK, dw_EKN = run(x_MK, w_EKN, counts_E, dy_MN)
+    y_MN, dx_MK, dw_EKN = run(x_MK, w_EKN, counts_E, dy_MN, backend=backend)
     order = np.asarray([3, 0, 4, 2, 1])
     group_M = np.repeat(np.arange(E), counts)
     rows = np.concatenate([np.flatnonzero(group_M == group) for group in order])
     spare = np.arange(len(rows), len(rows) + TILE)
     placed = np.concatenate([rows, spare])
-    y2_MN, dx2_MK, dw2_EKN = run(x_MK[placed], w_EKN[order], counts_E[order], dy_MN[placed])
+    y2_MN, dx2_MK, dw2_EKN = run(
+        x_MK[placed], w_EKN[order], counts_E[order], dy_MN[placed], backend=backend
+    )
     assert_bits_equal(y2_MN[: len(rows)], y_MN[rows])
     assert_bits_equal(dx2_MK[: len(rows)], dx_MK[rows])
     assert_bits_equal(dw2_EKN, dw_EKN[order])
@@ -238,3 +266,59 @@ def test_refusals(x_shape, w_shape, w_dtype, error, text):
     plan = plan_groups(jnp.zeros(E, jnp.int32), 1, TILE)
     with pytest.raises(error, match=text):
         grouped_matmul(jnp.zeros(x_shape), jnp.zeros(w_shape, w_dtype), plan, TILE)
+
+
+def test_a_kernel_that_is_not_there_and_tiles_over_vmem_are_refused():
+    x, w, plan = jnp.zeros((16, K)), jnp.zeros((E, K, N)), plan_groups(jnp.zeros(E, int), 8, TILE)
+    with pytest.raises(KernelError, match="grouped_matmul: forward has no gpu kernel; it has tpu"):
+        grouped_matmul(x, w, plan, TILE, implementation=GPU)
+    tiles = pallas_tpu.Tiles((128,), 2048, 8, 4, 2048)
+    x, w = jnp.zeros((256, 4096)), jnp.zeros((E, 4096, 2048))
+    with pytest.raises(KernelError, match="over vmem_mib 4; nearest is leaves_a_step 4"):
+        pallas_tpu.forward(x, w, plan, "nn", Order(), True, tiles)
+    with pytest.raises(KernelError, match="over vmem_mib 4; nearest is gradient_tile 1024"):
+        pallas_tpu.weight_gradient(x, x[:, :2048], w, plan, TILE, True, tiles)
+    with pytest.raises(KernelError, match="gradient_tile 100: must be a multiple of 128"):
+        pallas_tpu.Tiles((128,), 2048, 8, 4, 100)
+
+
+@pytest.mark.parametrize("row_tile", [16, 48])
+def test_visits_cover_every_row_of_every_group_once(row_tile):
+    for counts in COUNTS.values():
+        n_rows, counts_E = sum(counts), jnp.asarray(counts, jnp.int32)
+        group_v, tile_v, n, start_E, end_E = map(
+            np.asarray, pallas_tpu.plan_visits(counts_E, n_rows + TILE, row_tile)
+        )
+        visits = list(zip(group_v[: n[0]], tile_v[: n[0]], strict=True))
+        assert len(set(visits)) == len(visits) and (np.diff(tile_v) >= 0).all()
+        rows = [
+            (g, r)
+            for g, t in visits
+            for r in range(t * row_tile, (t + 1) * row_tile)
+            if start_E[g] <= r < end_E[g]
+        ]
+        group_M = np.repeat(np.arange(E), counts)
+        assert sorted(rows) == list(zip(group_M, range(n_rows), strict=True))
+
+
+@pytest.mark.parametrize("backend", [XLA, INTERPRET], ids=str)
+def test_groups_among_more_matrices_give_the_bits_of_their_own(backend, rng):
+    x_MK, w_EKN, counts_E, dy_MN = make(rng, COUNTS["empty groups"])
+    stack = jnp.concatenate([jnp.full_like(w_EKN, np.nan), w_EKN, jnp.full_like(w_EKN, np.nan)])
+
+    @jax.jit
+    def apart(first):
+        plan = plan_groups(counts_E, 40, TILE).among(first)
+
+        def multiply(x, w):
+            return grouped_matmul(x, w, plan, TILE, implementation=backend)
+
+        y, back = jax.vjp(multiply, x_MK, stack)
+        return y, *back(dy_MN)
+
+    y, dx, dw = apart(jnp.int32(E))
+    own = run(x_MK, w_EKN, counts_E, dy_MN, backend=backend)
+    assert_bits_equal(y[:40], own[0][:40])
+    assert_bits_equal(dx[:40], own[1][:40])
+    assert_bits_equal(dw[E : 2 * E], own[2])
+    assert not np.asarray(dw[:E]).any() and not np.asarray(dw[2 * E :]).any()

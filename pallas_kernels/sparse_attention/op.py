@@ -1,0 +1,96 @@
+"""Absorbed latent attention over a list of keys a token.
+
+Numerics contract. Scores, softmax and mixture of a token are computed over its list as a whole:
+one product `[N, C] x [C, k]` with f32 accumulation, the maximum, exp, weights rounded once to the
+keys' dtype, one product `[N, k] x [k, C]`, and the weights' sum as a product with ones, padded with
+zeros to a multiple of 64; one rounding of the quotient. The list has a fixed length; what is not
+listed is weighted with exactly 0, so its content must be finite (read the token's own row). Bits
+depend on the token's query and list alone. There is no gradient: the model's backward mixes under a
+mask over the whole sequence (`glm_jax.training.attention`), so that nothing is scattered.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.backend import Backend, Implementation, resolve
+from pallas_kernels.errors import KernelError
+from pallas_kernels.sparse_attention import pallas_tpu, xla
+
+KINDS = ("xla", "tpu")
+DTYPES = ("float32", "bfloat16")
+
+
+def sparse_attention(
+    query_RNC: Float[Array, "R N C"],
+    keys_RkC: Float[Array, "R k C"],
+    listed_Rk: Bool[Array, "R k"],
+    *,
+    scale: float,
+    rank: int,
+    implementation: Implementation | Backend = "auto",
+) -> Float[Array, "R N K"]:
+    """Mixes each token's listed keys; the first `rank` columns of a key are its value.
+
+    Args:
+        query_RNC: absorbed queries; f32 or bf16.
+        keys_RkC: each token's list, in ascending order of position, of the same dtype.
+        listed_Rk: which entries count; a token without any gets zeros.
+        scale: of the scores.
+        rank: K, width of a value.
+        implementation: what runs; see `pallas_kernels.backend`.
+
+    Raises:
+        TypeError: the dtypes differ. KernelError: a dtype or shape that is not supported, no such
+            implementation, or its gradient is asked for.
+    """
+    if query_RNC.dtype != keys_RkC.dtype:
+        raise TypeError(
+            f"sparse_attention: query is {query_RNC.dtype}, keys are {keys_RkC.dtype}; cast one"
+        )
+    if query_RNC.dtype.name not in DTYPES:
+        raise KernelError(
+            f"sparse_attention: dtype {query_RNC.dtype}; supported are {', '.join(DTYPES)}"
+        )
+    shapes = query_RNC.shape, keys_RkC.shape, listed_Rk.shape
+    fit = query_RNC.ndim == keys_RkC.ndim == 3 and keys_RkC.shape[:2] == listed_Rk.shape
+    if not fit or (shapes[0][0], shapes[0][2]) != (shapes[1][0], shapes[1][2]):
+        raise KernelError(
+            "sparse_attention: query {}, keys {}, listed {} do not fit".format(*shapes)
+        )
+    if not 0 < rank <= keys_RkC.shape[2]:
+        raise KernelError(f"sparse_attention: rank {rank}: must be 1 to {keys_RkC.shape[2]}")
+    backend = resolve("sparse_attention", implementation, KINDS)
+    return _attend(query_RNC, keys_RkC, listed_Rk, scale, rank, backend)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _attend(query_RNC, keys_RkC, listed_Rk, scale, rank, backend):
+    return forward(query_RNC, keys_RkC, listed_Rk, scale, rank, backend)
+
+
+def _fwd(query_RNC, keys_RkC, listed_Rk, scale, rank, backend):
+    raise KernelError(
+        "sparse_attention: gradient: there is none; glm_jax.training.attention has the model's"
+    )
+
+
+def _bwd(scale, rank, backend, saved, d_RNK):
+    raise AssertionError("not reached: the forward rule refuses")
+
+
+_attend.defvjp(_fwd, _bwd)
+
+
+def forward(
+    query_RNC: Array, keys_RkC: Array, listed_Rk: Array, scale: float, rank: int, backend: Backend
+) -> Array:
+    """The mixture on one backend."""
+    (n_rows, n_heads, _), n_keys = query_RNC.shape, keys_RkC.shape[1]
+    if n_rows == 0 or n_keys == 0:
+        return jnp.zeros((n_rows, n_heads, rank), keys_RkC.dtype)
+    if backend.kind == "tpu":
+        return pallas_tpu.attend(query_RNC, keys_RkC, listed_Rk, scale, rank, backend.interpret)
+    return xla.attend(query_RNC, keys_RkC, listed_Rk, scale=scale, rank=rank)
