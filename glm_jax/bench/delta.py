@@ -39,26 +39,28 @@ class _Totals:
 
     def __init__(self):
         self.n_bytes = 0
-        self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.seconds: defaultdict[tuple[str, str, str], float] = defaultdict(float)
         self.sizes: Counter[str] = Counter()
         self.steps: Counter[int] = Counter()
         """Elements by old exponent and step."""
 
     def add(self, name: str, form: Format, old: np.ndarray, new: np.ndarray, repeats: int) -> None:
-        times: dict[str, list[float]] = {"encode": [], "apply": []}
+        times: dict[str, list[np.ndarray]] = {"encode": [], "apply": []}
         delta = found = None
         for _ in range(repeats):
-            start = time.perf_counter()
+            start = _clocks()
             delta = form.encode(old, new)
-            middle = time.perf_counter()
+            middle = _clocks()
             found = form.apply(old, delta)
             times["encode"].append(middle - start)
-            times["apply"].append(time.perf_counter() - middle)
+            times["apply"].append(_clocks() - middle)
         if found is None or found.tobytes() != new.tobytes():
             raise AssertionError(f"{name}: the applied delta gives other bits")
         self.sizes[name] += form.size(delta)
         for what, taken in times.items():
-            self.seconds[name, what] += min(taken)
+            wall_s, cpu_s = np.min(taken, axis=0)
+            self.seconds[name, what, "s"] += float(wall_s)
+            self.seconds[name, what, "cpu_s"] += float(cpu_s)
 
     def count(self, old: np.ndarray, new: np.ndarray) -> None:
         self.n_bytes += old.nbytes
@@ -92,12 +94,20 @@ class _Totals:
                 name: {
                     "size": 100 * size / self.n_bytes,
                     "size_over_floor": 100 * size / self.n_bytes / floor,
-                    "encode_mb_per_s": megabytes / self.seconds[name, "encode"],
-                    "apply_mb_per_s": megabytes / self.seconds[name, "apply"],
+                }
+                | {
+                    f"{what}_mb_per_{unit}": megabytes / self.seconds[name, what, unit]
+                    for what in ("encode", "apply")
+                    for unit in ("s", "cpu_s")
                 }
                 for name, size in self.sizes.items()
             }
         }
+
+
+def _clocks() -> np.ndarray:
+    """Seconds that passed and, steadier where others use the CPUs too, seconds of CPU."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 def bench_delta(

@@ -47,7 +47,7 @@ def _print(figures: dict[str, Any]) -> None:
         title = f"{case}: {result['changed']:.2f} % changed; entropy, given exponents: {entropies}"
         table = Table(title=title, title_justify="left", title_style="bold")
         table.add_column("")
-        for column in ("size, %", "over floor", "encode, MB/s", "apply, MB/s"):
+        for column in ("size, %", "over floor", "encode, MB/s", "by CPU", "apply, MB/s", "by CPU"):
             table.add_column(column, justify="right")
         for name, x in result["formats"].items():
             table.add_row(
@@ -55,7 +55,9 @@ def _print(figures: dict[str, Any]) -> None:
                 f"{x['size']:.3f}",
                 f"{x['size_over_floor']:.2f}",
                 f"{x['encode_mb_per_s']:,.0f}",
+                f"{x['encode_mb_per_cpu_s']:,.0f}",
                 f"{x['apply_mb_per_s']:,.0f}",
+                f"{x['apply_mb_per_cpu_s']:,.0f}",
             )
         console.print(table)
     print_device(console, figures)
