@@ -22,6 +22,26 @@ jit: Any = numba.njit(nogil=True, cache=True)
 
 @jit
 @no_type_check
+def find_active(old_words, new_words, per_block, active):
+    """Tells which blocks differ in their whole words.
+
+    Args:
+        old_words: uint64 [words].
+        new_words: uint64 [words].
+        per_block: words of a block.
+        active: bool [blocks]; receives the answers; False for a block of no whole word.
+    """
+    for block in range(active.size):
+        old = old_words[block * per_block : (block + 1) * per_block]
+        new = new_words[block * per_block : (block + 1) * per_block]
+        differ = np.uint64(0)
+        for i in range(old.size):
+            differ |= old[i] ^ new[i]
+        active[block] = differ != 0
+
+
+@jit
+@no_type_check
 def find_changes(old, new, shift, mask, active, gaps, classes, steps, seen):
     """Lists the changes in order of position.
 
@@ -30,8 +50,8 @@ def find_changes(old, new, shift, mask, active, gaps, classes, steps, seen):
         new: unsigned [n].
         shift: of the class.
         mask: of the class.
-        active: bool [blocks]; receives whether a block has a change.
-        gaps: int32 [n + 1 at least]; receives gaps.
+        active: bool [blocks]: whether a block has a change.
+        gaps: int32 [n + 1]; receives gaps.
         classes: uint8 [same]; receives classes.
         steps: unsigned [same]; receives new - old, modulo the width.
         seen: int32 [256]; receives the number of elements of each class in active blocks.
@@ -42,22 +62,19 @@ def find_changes(old, new, shift, mask, active, gaps, classes, steps, seen):
     m = 0
     run = np.zeros(256, np.int32)
     for block in range(active.size):
-        first = block * BLOCK
-        last = min(first + BLOCK, old.size)
-        differ = old[first] ^ new[first]
-        for i in range(first + 1, last):
-            differ |= old[i] ^ new[i]
-        active[block] = differ != 0
-        if differ == 0:
+        if not active[block]:
             continue
-        for i in range(first, last):
-            o = old[i]
+        # Slices, not offsets: an index that may be negative costs a test for each element.
+        old_part = old[block * BLOCK : (block + 1) * BLOCK]
+        new_part = new[block * BLOCK : (block + 1) * BLOCK]
+        for i in range(old_part.size):
+            o = old_part[i]
             c = (o >> shift) & mask
             r = run[c]
-            if o != new[i]:
+            if o != new_part[i]:
                 gaps[m] = r
                 classes[m] = c
-                steps[m] = new[i] - o
+                steps[m] = new_part[i] - o
                 m += 1
                 seen[c] += r + 1
                 r = -1
@@ -69,8 +86,17 @@ def find_changes(old, new, shift, mask, active, gaps, classes, steps, seen):
 
 @jit
 @no_type_check
-def find_all(old, new, active, gaps, steps):
-    """`find_changes` for one class: unchanged words are passed over.
+def find_all(old, new, old_words, new_words, active, gaps, steps):
+    """`find_changes` for one class: words without a change are passed over.
+
+    Args:
+        old: unsigned [n].
+        new: unsigned [n].
+        old_words: uint64 [words], the same memory but for a tail.
+        new_words: uint64 [words].
+        active: bool [blocks].
+        gaps: int32 [n + 1].
+        steps: unsigned [same].
 
     Returns:
         (number of changes, number of elements in active blocks).
@@ -78,30 +104,36 @@ def find_all(old, new, active, gaps, steps):
     m = 0
     run = np.int32(0)
     seen = 0
+    per_word = 8 // old.itemsize
+    words = BLOCK // per_word
     for block in range(active.size):
-        first = block * BLOCK
-        last = min(first + BLOCK, old.size)
-        differ = old[first] ^ new[first]
-        for i in range(first + 1, last):
-            differ |= old[i] ^ new[i]
-        active[block] = differ != 0
-        if differ == 0:
+        if not active[block]:
             continue
-        seen += last - first
-        for part in range(first, last, 16):
-            end = min(part + 16, last)
-            differ = old[part] ^ new[part]
-            for i in range(part + 1, end):
-                differ |= old[i] ^ new[i]
-            if differ == 0:
-                run += end - part
+        old_part = old[block * BLOCK : (block + 1) * BLOCK]
+        new_part = new[block * BLOCK : (block + 1) * BLOCK]
+        old_word = old_words[block * words : (block + 1) * words]
+        new_word = new_words[block * words : (block + 1) * words]
+        seen += old_part.size
+        for j in range(old_word.size):
+            if old_word[j] == new_word[j]:
+                run += per_word
                 continue
-            for i in range(part, end):
+            for i in range(j * per_word, (j + 1) * per_word):
+                if old_part[i] != new_part[i]:
+                    gaps[m] = run
+                    steps[m] = new_part[i] - old_part[i]
+                    m += 1
+                    run = 0
+                else:
+                    run += 1
+        for i in range(old_word.size * per_word, old_part.size):
+            if old_part[i] != new_part[i]:
                 gaps[m] = run
-                steps[m] = new[i] - old[i]
-                changed = old[i] != new[i]
-                m += changed
-                run = 0 if changed else run + 1
+                steps[m] = new_part[i] - old_part[i]
+                m += 1
+                run = 0
+            else:
+                run += 1
     return m, seen
 
 
@@ -134,13 +166,13 @@ def apply_changes(old, new, shift, mask, active, gaps, steps, starts):
     """
     left = gaps[starts]
     for block in range(active.size):
-        first = block * BLOCK
-        last = min(first + BLOCK, old.size)
+        old_part = old[block * BLOCK : (block + 1) * BLOCK]
+        new_part = new[block * BLOCK : (block + 1) * BLOCK]
         if not active[block]:
-            new[first:last] = old[first:last]
+            new_part[:] = old_part
             continue
-        for i in range(first, last):
-            o = old[i]
+        for i in range(old_part.size):
+            o = old_part[i]
             c = (o >> shift) & mask
             r = left[c]
             if r == 0:
@@ -149,7 +181,7 @@ def apply_changes(old, new, shift, mask, active, gaps, steps, starts):
                 starts[c] = at + 1
                 r = gaps[at + 1] + 1
             left[c] = r - 1
-            new[i] = o
+            new_part[i] = o
 
 
 @jit

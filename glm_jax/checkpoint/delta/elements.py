@@ -43,8 +43,24 @@ class Elements:
         return cls(unsigned=unsigned, shift=shift, mask=mask)
 
     def view(self, array: np.ndarray) -> np.ndarray:
-        """The flat unsigned integers of an array; a copy only if it is not contiguous."""
-        return np.ascontiguousarray(array).reshape(-1).view(self.unsigned)
+        """The flat unsigned integers of an array, read-only; a copy if it is not contiguous.
+
+        The compiled scans have one form for what can be written to and one for what cannot; so
+        only one of them is ever needed.
+        """
+        flat = np.ascontiguousarray(array).reshape(-1).view(self.unsigned)
+        flat.flags.writeable = False
+        return flat
+
+
+def whole_words(array: np.ndarray) -> np.ndarray:
+    """An array of unsigned integers as uint64, but for a tail that fills no word; read-only."""
+    n = array.nbytes // 8 * 8 // array.itemsize
+    if not array.ctypes.data % 8:
+        return array[:n].view(np.uint64)
+    words = array[:n].copy().view(np.uint64)  # a tensor that begins anywhere in a mapped file
+    words.flags.writeable = False
+    return words
 
 
 def _exponent(dtype: np.dtype) -> tuple[int, int] | None:

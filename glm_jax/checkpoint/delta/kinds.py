@@ -10,8 +10,8 @@ _RARE = 1 / 8
 """Share of changed elements below which gaps are taken without a closer look."""
 _FEW = 1 / 64
 """Share of steps of more than one below which they may be exceptions."""
-_EXCEPTION_BITS = 24.0
-"""About what an exceptional step costs beside its value: where it is, and its own symbol."""
+_EXCEPTION_BITS = 14.0
+"""About what an exceptional step costs: where it is among the changes, and what it is."""
 
 
 class Kind(enum.IntEnum):
@@ -64,7 +64,7 @@ def choose(n: int, m: int, n_big: int, values: np.ndarray) -> Kind:
     clipped = np.minimum(values, values.dtype.type(ESCAPE)).astype(np.uint8)
     counts = np.bincount(clipped, minlength=256)
     counts[0] = n - m
-    exceptions = m + n_big * (_EXCEPTION_BITS + width)
+    exceptions = m + n_big * _EXCEPTION_BITS
     changed = np.array([n - m, m])
     nibbles = np.append(counts[:NIBBLE_ESCAPE], counts[NIBBLE_ESCAPE:].sum())
     costs = {

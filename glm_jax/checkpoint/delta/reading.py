@@ -94,9 +94,10 @@ def _read_streams(
     low = _Stream(head.stream(sum(x.n_low for x in classes)))
     minus = np.unpackbits(head.stream(-(-n_signed // 8)), count=n_signed)
     escapes = _Stream(from_planes(head.stream(4 * n_escapes), np.dtype(np.int32)))
-    odd = from_planes(head.stream(4 * n_odd), np.dtype(np.int32))
+    skipped = from_planes(head.stream(4 * n_odd), np.dtype(np.int32))
     wide = _Stream(from_planes(head.stream(dtype.itemsize * n_wide), dtype))
     head.end()
+    odd = np.cumsum(skipped, dtype=np.int64)
     if n_odd and not 0 <= odd.min() <= odd.max() < n_signed:
         raise damaged("its exceptional steps are not among its changes")
     values = (2 - minus).astype(dtype)  # zigzag: +1 is 2, -1 is 1

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from glm_jax.checkpoint.delta import changes, symbols
-from glm_jax.checkpoint.delta.elements import MOST_CLASSES, Elements
+from glm_jax.checkpoint.delta.elements import MOST_CLASSES, Elements, whole_words
 from glm_jax.checkpoint.delta.kinds import Kind, choose
 from glm_jax.checkpoint.delta.packing import Writer, plane_cuts, planes
 
@@ -35,10 +35,14 @@ class Changes:
         """Compares two unsigned arrays."""
         n = old.size
         active = np.empty(-(-n // changes.BLOCK), np.bool_)
+        words = whole_words(old), whole_words(new)
+        changes.find_active(*words, changes.BLOCK * old.itemsize // 8, active)
+        tail = words[0].nbytes // old.itemsize
+        active[-1] |= not np.array_equal(old[tail:], new[tail:])
         room = n + 1  # what lies beyond the changes found is never touched, and costs no memory
         gaps, steps = np.empty(room, np.int32), np.empty(room, old.dtype)
         if not elements.mask:
-            m, n_seen = changes.find_all(old, new, active, gaps, steps)
+            m, n_seen = changes.find_all(old, new, *words, active, gaps, steps)
             present = np.arange(1 if m else 0)
             counts, seen = np.full(present.size, m), np.full(present.size, n_seen)
             return cls(
@@ -139,7 +143,8 @@ class _Streams:
             head.stream(*_joined(parts))
         head.stream(_joined(self._low)[0])
         head.stream(np.packbits(steps & 1))
-        for integers in (escapes, odd.astype(np.int32), wide):
+        skipped = np.diff(odd, prepend=0).astype(np.int32)
+        for integers in (escapes, skipped, wide):
             head.stream(planes(integers), plane_cuts(integers.size, integers.itemsize))
 
 
