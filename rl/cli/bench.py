@@ -217,10 +217,11 @@ def _print(
     for name, text in rows(next(iter(results.values()))):
         table.add_row(name, *(text(result) for result in results.values()))
     console.print(table)
-    _print_device(console, figures)
+    print_device(console, figures)
 
 
-def _print_device(console: "Console", figures: dict[str, Any]) -> None:
+def print_device(console: "Console", figures: dict[str, Any]) -> None:
+    """What was measured on, with which versions, and whether other programs ran."""
     device = figures["device"]
     versions = ", ".join(f"{name} {number}" for name, number in figures["versions"].items())
     console.print(f"on {device['kind']}: {device['cpu']}, {device['cpus']} CPUs; {versions}")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from glm_jax.errors import GlmError
-from rl.cli import bench, check, check_kernels, check_ops, compare, info, train
+from rl.cli import bench, bench_delta, check, check_kernels, check_ops, compare, delta, info, train
 
 app = typer.Typer(
     name="glm-jax",
@@ -26,7 +26,9 @@ app.add_typer(info.app)
 check.app.command()(check_ops.ops)
 check.app.command()(check_kernels.kernels)
 app.add_typer(check.app, name="check")
+bench.app.command()(bench_delta.delta)
 app.add_typer(bench.app, name="bench")
+app.add_typer(delta.app, name="delta")
 app.add_typer(train.app, name="train")
 app.command()(compare.compare)
 
