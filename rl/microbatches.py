@@ -9,6 +9,7 @@ import numpy as np
 from glm_jax.config import GlmConfig
 from glm_jax.errors import GlmError
 from glm_jax.head import Shaping
+from glm_jax.numerics.arithmetic import Arithmetic
 from glm_jax.numerics.contract import NumericsContract
 from glm_jax.training.pack import TrainBatch, pack
 from rl.datum import KEPT, Datum
@@ -19,7 +20,7 @@ class TrainerConfig:
     """Sizes of the trainer's programs: one serves every batch."""
 
     rows_per_batch: int = 2048
-    """Tokens of one microbatch."""
+    """Tokens of one microbatch; whole tiles of rows are made of it."""
     max_length: int = 256
     """Tokens of the longest sequence."""
     max_chunks: int = 4095
@@ -111,7 +112,7 @@ def microbatches(
             contract,
             [data[i].tokens for i in numbers],
             [data[i].targets for i in numbers],
-            n_rows=config.rows_per_batch,
+            n_rows=Arithmetic(contract).bucket(config.rows_per_batch),
             max_length=config.max_length,
             shaping=[_shaping(cfg, data[i], kept) for i in numbers] if shaped else None,
             n_slots=config.n_slots,

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from glm_jax.checkpoint.directories import replace_directory
@@ -54,7 +55,10 @@ def save(
     except (TypeError, ValueError) as error:
         raise GlmError(f"more: cannot be kept as JSON ({error}); give plain values") from error
     with replace_directory(directory, overwrite=True) as partial:
-        save_file(arrays, partial / ARRAYS)
+        try:
+            save_file(arrays, partial / ARRAYS)
+        except SafetensorError as error:  # what the library makes of a full disk, for one
+            raise OSError(str(error)) from error
         cfg.save_json(partial / CONFIG)
         write_contract_file(partial, contract)
         (partial / COUNTERS).write_text(text, encoding="utf-8")

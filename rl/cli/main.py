@@ -68,6 +68,10 @@ def main() -> None:
         status = app(standalone_mode=False)
     except GlmError as error:
         _leave(str(error))
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, a place that cannot be written
+        _leave(f"{error}; nothing that was whole is lost", 1)
     except _USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)

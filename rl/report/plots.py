@@ -126,7 +126,10 @@ def _lines(axes: Axes, plot: Plot, runs: Sequence[Run]) -> bool:
     drawn, largest, smallest = 0, 0.0, 0.0
     widths = (1.8,) if len(runs) == 1 else (3.2, 1.4)  # the first shows where both are equal
     for run, colour, width in zip(runs, COLOURS, widths, strict=False):
-        for (metric, name), style in zip(plot.metrics, ("-", "--"), strict=False):
+        for number, (metric, name) in enumerate(plot.metrics[:2]):
+            style = ("-", "--")[number]
+            # One run's metrics differ in colour; those of two in dashes, as colours tell the runs.
+            tint = colour if len(runs) > 1 else COLOURS[number]
             steps, values = run.series(metric, run.warm_start if plot.warm_start else None)
             if not steps.size:
                 continue
@@ -137,7 +140,7 @@ def _lines(axes: Axes, plot: Plot, runs: Sequence[Run]) -> bool:
                 steps,
                 values,
                 style,
-                color=colour,
+                color=tint,
                 label=label,
                 lw=width,
                 marker=marker,

@@ -18,6 +18,7 @@ WHOLE = {  # field -> least value
 }
 LARGEST = 2**31 - 1
 LARGEST_SEED = 2**32 - 1
+MOST_SAMPLES = 2**16
 COLDEST = 1e-3
 """Least temperature: below it logits / temperature overflows."""
 
@@ -71,7 +72,7 @@ class SamplingParams:
     def __post_init__(self):
         for name, least in WHOLE.items():
             value = self._whole(name, getattr(self, name))
-            most = LARGEST_SEED if name == "seed" else LARGEST
+            most = {"seed": LARGEST_SEED, "n": MOST_SAMPLES}.get(name, LARGEST)
             if not least <= value <= most:
                 raise GlmError(f"{name}: {value}; must be {least} to {most}")
         for name in ("temperature", "top_p", "min_p"):

@@ -13,6 +13,7 @@ from serving.engine import SamplingParams
         ("max_tokens", 0),
         ("max_tokens", 1.5),
         ("n", 0),
+        ("n", 2**16 + 1),
         ("temperature", -1),
         ("temperature", 1e-6),
         ("temperature", float("nan")),
