@@ -67,10 +67,11 @@ def choose(n: int, m: int, n_big: int, values: np.ndarray) -> Kind:
     exceptions = m + n_big * _EXCEPTION_BITS
     changed = np.array([n - m, m])
     nibbles = np.append(counts[:NIBBLE_ESCAPE], counts[NIBBLE_ESCAPE:].sum())
+    pairs = np.multiply.outer(nibbles, nibbles).reshape(-1) / (2 * n)
     costs = {
         Kind.GAPS: _entropy(changed) * 1.01 + exceptions,
         Kind.BITS: max(_entropy(changed) * 1.02, n / 8) + exceptions,
-        Kind.NIBBLES: max(_entropy(nibbles) * 1.02, n / 2) + nibbles[-1] * width,
+        Kind.NIBBLES: _huffman(pairs) + nibbles[-1] * width,
         Kind.BYTES: _huffman(counts) + counts[ESCAPE] * width,
     }
     return min(costs, key=costs.__getitem__)
@@ -84,7 +85,7 @@ def _entropy(counts: np.ndarray) -> float:
 
 def _huffman(counts: np.ndarray) -> float:
     """The same with a code of at least one bit a symbol."""
-    n, largest = int(counts.sum()), int(counts.max())
+    n, largest = float(counts.sum()), float(counts.max())
     if 2 * largest <= n:
         return 1.01 * _entropy(counts)
     rest = np.delete(counts, counts.argmax())
