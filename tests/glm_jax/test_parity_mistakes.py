@@ -86,8 +86,8 @@ def plain_kernels(monkeypatch) -> None:
     def mask_to_ids(mask_TS, k):
         return jnp.asarray(np.nonzero(np.asarray(mask_TS))[1].reshape(-1, k).astype(np.int32))
 
-    def experts(self, ops, x_RD, ids_Rk, used_R):
-        assert np.asarray(used_R).all()
+    def experts(self, ops, x_RD, ids_Rk, used_R, in_stack=None):
+        assert in_stack is None and np.asarray(used_R).all()
         ids_M = np.asarray(ids_Rk).reshape(-1)
         order_M, counts_E = np.argsort(ids_M), np.bincount(ids_M, minlength=self.router.shape[-1])
         gate_up_EDG = np.asarray(self.gate_up[...]).reshape(len(counts_E), x_RD.shape[1], -1)
