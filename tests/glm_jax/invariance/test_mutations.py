@@ -15,8 +15,8 @@ from glm_jax.numerics.arithmetic import Arithmetic, dot
 from tests.glm_jax.invariance.models import LAST, SIZES, TWO, trial_of
 from tests.glm_jax.models import PINNED, model_of
 
-FEW = PINNED.row_tiles[0]
-"""Rows of a decoding step: a fault that shows there alone depends on the batch."""
+FEW, FEW_WITH_EXP = PINNED.row_tiles[0], PINNED.exp_rows
+"""Rows of a decoding step's regions: a fault that shows there alone depends on the batch."""
 
 
 def stock_row_sum(patch):
@@ -65,7 +65,7 @@ def another_combine_order(patch):
     right = Moe.combine
 
     def combine(self, ops, x_RD, expert_RkD, gates_Rk):
-        if x_RD.shape[0] == FEW:
+        if x_RD.shape[0] == FEW_WITH_EXP:
             expert_RkD, gates_Rk = expert_RkD[:, ::-1], gates_Rk[:, ::-1]
         return right(self, ops, x_RD, expert_RkD, gates_Rk)
 
@@ -76,7 +76,7 @@ def another_vocabulary_block(patch):
     right = glm_jax.head._score_rows
 
     def score_rows(model, ops, hidden_RD, *args):
-        if hidden_RD.shape[0] == FEW:
+        if hidden_RD.shape[0] == FEW_WITH_EXP:
             ops = Arithmetic(dataclasses.replace(ops.contract, vocab_block=32))
         return right(model, ops, hidden_RD, *args)
 
@@ -167,7 +167,7 @@ def test_a_tie_broken_otherwise_shows_only_where_ties_are_planted(
     right = module.select_mask
 
     def select_mask(scores_RS, k):
-        if scores_RS.shape[0] != FEW:
+        if scores_RS.shape[0] not in (FEW, FEW_WITH_EXP):
             return right(scores_RS, k)
         return right(scores_RS[:, ::-1], k)[:, ::-1]
 
