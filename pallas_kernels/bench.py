@@ -8,15 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.backend import IMPLEMENTATIONS, resolve
+from pallas_kernels.backend import IMPLEMENTATIONS, Implementation, resolve
 from pallas_kernels.cases import Case, Op, Part
 
 REPEATS = 20
 
 
-def measure(op: Op, part: Part, case: Case, implementation: str = "auto") -> dict[str, Any]:
+def measure(
+    op: Op, part: Part, case: Case, implementation: Implementation = "auto"
+) -> dict[str, Any]:
     """Seconds of one call (median), and the rates that follow from the least possible work."""
-    backend = resolve(op.name, implementation, part.kinds, part.name)  # type: ignore[arg-type]
+    backend = resolve(op.name, implementation, part.kinds, part.name)
     arrays = jax.device_put(part.arrays(case, np.random.default_rng(0)))
     f = jax.jit(part.run(case, backend))
     jax.block_until_ready(f(*arrays))

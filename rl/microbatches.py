@@ -22,7 +22,7 @@ class TrainerConfig:
     rows_per_batch: int = 2048
     """Tokens of one microbatch; whole tiles of rows are made of it."""
     max_length: int = 256
-    """Tokens of the longest sequence."""
+    """Tokens of the longest sequence; gradient bits hold for one length (docs/numerics.md)."""
     max_chunks: int = 4095
     """Chunks of `token_leaf` tokens that one optimiser step may sum."""
 

@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Int
 
 from glm_jax.errors import GlmError
 from glm_jax.numerics.contract import NumericsContract
-from glm_jax.numerics.trees import tree_sum
 from pallas_kernels.backend import XLA, Backend
 from pallas_kernels.grouped_matmul import GroupPlan, grouped_matmul
 from pallas_kernels.pinned_matmul import Order
 from pallas_kernels.pinned_matmul import pinned_matmul as pinned_kernel
 from pallas_kernels.pinned_matmul import xla as pinned_xla
+from pallas_kernels.tree import tree_sum
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,7 @@ def main() -> None:
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a place that cannot be written
-        _leave(f"{error}; nothing that was whole is lost", 1)
+        _leave(str(error), 1)
     except _USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)

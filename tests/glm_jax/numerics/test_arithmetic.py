@@ -18,7 +18,7 @@ import pytest
 from glm_jax.numerics.arithmetic import Arithmetic, dot, native, pinned_matmul
 from glm_jax.numerics.contract import NumericsContract
 from glm_jax.numerics.primitives import layer_norm, rms_norm, rms_scale
-from glm_jax.numerics.trees import tree_sum
+from pallas_kernels.tree import tree_sum
 
 ROWS = (1, 2, 3, 5, 8, 16, 17, 31, 32, 33, 64, 100, 128, 257)
 LADDER = NumericsContract()

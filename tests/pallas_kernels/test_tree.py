@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm_jax.numerics.trees import tree_sum
+from pallas_kernels.tree import tree_sum
 
 
 def explicit(x):
