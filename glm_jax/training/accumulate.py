@@ -2,7 +2,7 @@
 
 A leaf is the gradient of one chunk of one sequence. Leaves arrive in canonical order and are added
 like bits of a binary counter: two sums of equal size make one of twice the size. The result is the
-balanced tree over all leaves (`pallas_kernels.tree.tree_sum`), whatever batches they came in, and at
+balanced tree over all leaves (`pallas_kernels.tree.tree_sum`), whatever batches they came in; at
 any time at most log2(n) partial sums are held.
 """
 
