@@ -14,7 +14,6 @@ from glm_jax.errors import GlmError
 
 FORMAT = "glm-jax weight chain"
 FORMAT_VERSION = 1
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MOST_BYTES = 1 << 60
 
 

@@ -2,20 +2,19 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
 from glm_jax.checkpoint.delta.codec import Level, encode
-from glm_jax.checkpoint.delta.manifest import CODES, Entry, Manifest, digest
+from glm_jax.checkpoint.delta.manifest import Entry, Manifest, digest
 from glm_jax.checkpoint.delta.places import Places, flush
 from glm_jax.checkpoint.delta.snapshot import Snapshot, require_entry
+from glm_jax.checkpoint.safetensors_files import CODES, file_header
 from glm_jax.errors import GlmError
 
 _LOG = logging.getLogger(__name__)
@@ -231,7 +230,7 @@ class DeltaStore:
             tensors={},
         )
         self.places.folder(version).mkdir(parents=True, exist_ok=True)
-        head = _safetensors_header(new) if parent is None else b""
+        head = file_header(new) if parent is None else b""
         at, tensors = len(head), {}
         with self.places.data(manifest).open("wb") as file:
             file.write(head)
@@ -268,19 +267,3 @@ class DeltaStore:
                 for _, future in waiting:
                     with contextlib.suppress(Exception):
                         future.cancel()
-
-
-def _safetensors_header(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Length and header; the values follow in the order of the mapping."""
-    at = 0
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, array in arrays.items():
-        header[name] = {
-            "dtype": CODES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [at, at + array.nbytes],
-        }
-        at += array.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
