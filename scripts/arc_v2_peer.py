@@ -57,7 +57,7 @@ def write_weights(work: Path) -> None:
     import ml_dtypes
     import numpy as np
 
-    from glm_jax.checkpoint.safetensors_files import file_header
+    from glm_jax.checkpoint.safetensors_files import CODES, file_header
 
     rng = np.random.default_rng(0)
     old, new = {}, {}
@@ -72,8 +72,9 @@ def write_weights(work: Path) -> None:
     for name, bits in (("old", old), ("new", new)):
         codes = rng.integers(0, 256, (8, 16), np.uint8)
         bits["fp8"] = codes.view(ml_dtypes.float8_e4m3fn)
+        kinds = {name: (CODES[x.dtype], x.shape) for name, x in bits.items()}
         values = b"".join(x.tobytes() for x in bits.values())
-        (work / f"{name}.safetensors").write_bytes(file_header(bits) + values)
+        (work / f"{name}.safetensors").write_bytes(file_header(kinds) + values)
 
 
 def ours(work: Path) -> None:

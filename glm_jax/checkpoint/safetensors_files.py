@@ -141,17 +141,18 @@ def read_metadata(path: Path) -> dict[str, str]:
     return metadata
 
 
-def file_header(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """What a file begins with; the values follow, contiguous, in the order of the mapping."""
+def file_header(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """What a file begins with; the values follow, contiguous, in the order of the mapping.
+
+    Args:
+        kinds: dtype, as the format writes it, and shape of each tensor.
+    """
     at = 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, array in arrays.items():
-        header[name] = {
-            "dtype": CODES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [at, at + array.nbytes],
-        }
-        at += array.nbytes
+    for name, (code, shape) in kinds.items():
+        end = at + math.prod(shape) * DTYPES[code].itemsize
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -17,6 +17,9 @@ from glm_jax.checkpoint.delta.snapshot import Snapshot, require_entry
 from glm_jax.checkpoint.safetensors_files import CODES, file_header
 from glm_jax.errors import GlmError
 
+Kinds = dict[str, tuple[str, tuple[int, ...]]]
+"""dtype, as safetensors writes it, and shape of each tensor."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -151,13 +154,11 @@ class DeltaStore:
             GlmError: a dtype that cannot be stored, `old` is not the newest version, or the place
                 cannot be written. The versions before are untouched; the next save is full.
         """
-        for name, array in new.items():
-            if array.dtype not in CODES:
-                raise GlmError(f"{name}: dtype {array.dtype} is none of safetensors'; convert it")
+        kinds = _kinds(new)
         versions = self.versions()
-        parent = None if full else self._parent(new, versions)
+        parent = None if full else self._parent(kinds, versions)
         try:
-            manifest = self._write(new, old, parent, versions, step)
+            manifest = self._write(new, kinds, old, parent, versions, step)
         except BaseException as error:
             self._fault = repr(error)
             if isinstance(error, OSError):
@@ -185,7 +186,7 @@ class DeltaStore:
             self.places.remove(n)
         return gone
 
-    def _parent(self, new: Mapping[str, np.ndarray], versions: list[int]) -> Manifest | None:
+    def _parent(self, kinds: Kinds, versions: list[int]) -> Manifest | None:
         """The manifest of the newest version, if a delta may rest on it."""
         if self._fault or not versions:
             return None
@@ -194,13 +195,13 @@ class DeltaStore:
         except GlmError as error:
             _LOG.warning("the next version is full: %s", error)
             return None
-        kinds = {name: (CODES[x.dtype], x.shape) for name, x in new.items()}
         same = kinds == {name: (x.dtype, x.shape) for name, x in chain[-1].tensors.items()}
         return chain[-1] if same and len(chain) < self.full_every else None
 
     def _write(
         self,
         new: Mapping[str, np.ndarray],
+        kinds: Kinds,
         old: Mapping[str, np.ndarray] | None,
         parent: Manifest | None,
         versions: list[int],
@@ -230,16 +231,16 @@ class DeltaStore:
             tensors={},
         )
         self.places.folder(version).mkdir(parents=True, exist_ok=True)
-        head = file_header(new) if parent is None else b""
+        head = file_header(kinds) if parent is None else b""
         at, tensors = len(head), {}
         with self.places.data(manifest).open("wb") as file:
             file.write(head)
             for name, (sha256, data) in self._each(new, stored):
                 file.write(data)
-                array = new[name]
+                code, shape = kinds[name]
                 tensors[name] = Entry(
-                    dtype=CODES[array.dtype],
-                    shape=array.shape,
+                    dtype=code,
+                    shape=shape,
                     sha256=sha256,
                     offset=at,
                     stored=len(data),
@@ -267,3 +268,13 @@ class DeltaStore:
                 for _, future in waiting:
                     with contextlib.suppress(Exception):
                         future.cancel()
+
+
+def _kinds(arrays: Mapping[str, np.ndarray]) -> Kinds:
+    """One pass: the mapping may make each array when it is asked for."""
+    found = {}
+    for name, array in arrays.items():
+        if array.dtype not in CODES:
+            raise GlmError(f"{name}: dtype {array.dtype} is none of safetensors'; convert it")
+        found[name] = CODES[array.dtype], array.shape
+    return found
