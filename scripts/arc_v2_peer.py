@@ -30,7 +30,7 @@ OLD, NEW, OURS, THEIRS = (
 
 def main() -> int:
     """Runs the exchange."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description="Exchanges arc_v2 deltas with Fireworks' package.")
     parser.add_argument("work", type=Path)
     parser.add_argument("--vectors", type=Path)
     parser.add_argument("--python", default="python3.11", help="for the environment")

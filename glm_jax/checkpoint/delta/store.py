@@ -30,7 +30,7 @@ class DeltaStore:
     fills the disk, the versions before stay whole; the next `save` is then full.
 
     Args:
-        root: a folder, or a URL that etils knows; made on the first save.
+        root: a folder, or a URL that fsspec knows; made on the first save.
         contract: digest of the numerics contract of all weights here; None accepts any.
         full_every: a full version is saved at least this often.
         level: of the codec.

@@ -115,6 +115,7 @@ def test_a_damaged_parent_gives_a_full_step_which_heals(tmp_path, trees, caplog)
             ours.restore(1, args=DeltaRestore(trees[0]))
         with caplog.at_level(logging.WARNING):
             ours.save(2, args=DeltaSave(trees[2]))
+        ours.wait_until_finished()
         assert "this step is full: version 1" in caplog.text
         assert chain_of(tmp_path, 2) == ["full"]
         assert_tree(ours.restore(2, args=DeltaRestore(trees[0])), trees[2])
@@ -129,6 +130,7 @@ def test_without_hard_links_every_step_is_full_and_says_so(tmp_path, trees, monk
     with manager(tmp_path) as ours, caplog.at_level(logging.WARNING):
         ours.save(0, args=DeltaSave(trees[0]))
         ours.save(1, args=DeltaSave(trees[1]))
+        ours.wait_until_finished()
         assert_tree(ours.restore(1, args=DeltaRestore(trees[0])), trees[1])
     assert chain_of(tmp_path, 1) == ["full"] and "no hard links" in caplog.text
 
