@@ -39,7 +39,9 @@ def peak(work: Callable[[], object]) -> float:
 
 def test_saving_and_applying_hold_a_few_tensors(tmp_path):
     chain = DeltaStore(tmp_path / "store", n_threads=1)
-    DeltaStore(tmp_path / "warm").save({"x": np.zeros(9, np.int16)}, step=0)
+    warm = DeltaStore(tmp_path / "warm")  # loads compiled code, whose objects would count
+    for step in range(3):
+        warm.save(Made(step))
     tracemalloc.start()
     try:
         found = {
@@ -56,5 +58,5 @@ def test_saving_and_applying_hold_a_few_tensors(tmp_path):
     finally:
         tracemalloc.stop()
     # Working arrays of the scans count as if all of them were touched: 3 for each element.
-    assert max(found.values()) < 16, found
+    assert max(found.values()) < 8, found
     assert control > N_TENSORS
