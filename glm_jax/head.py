@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from glm_jax.model import GlmModel
 from glm_jax.numerics.arithmetic import Arithmetic, native
+from pallas_kernels.row_sum import rounded
 
 LANES = 16
 """Columns that carry the old maximum beside a block: a full vector of every CPU."""
@@ -54,7 +55,7 @@ class Scores(NamedTuple):
 
 class _Carry(NamedTuple):
     peak_R: Array
-    total_Rw: Array
+    total_RL: Array
     """Equal columns, for full vectors in the final log."""
     target_R: Array
     top_Rn: Array
@@ -126,7 +127,6 @@ def _score_rows(model, ops, hidden_RD, target_R, shaping_R, top, logits) -> Scor
     n_rows, width = hidden_RD.shape[0], model.cfg.vocab_size
     block = min(ops.contract.vocab_block, width)
     w_DV = model.lm_head[...]
-    ones_then_pick = _summing(block, ops.contract.sum_width)
 
     def body(j, carry: _Carry) -> _Carry:
         start = jnp.minimum(j * block, width - block)
@@ -137,12 +137,11 @@ def _score_rows(model, ops, hidden_RD, target_R, shaping_R, top, logits) -> Scor
         logit_RB = jnp.where((id_B >= j * block)[None, :], raw_RB, -jnp.inf)
         peak_R = lax.stop_gradient(jnp.maximum(carry.peak_R, jnp.max(logit_RB, axis=1)))
         # The old sum's factor stands as one more column beside the block, so that its exp is taken
-        # in the same full vectors; a product reads it out again.
-        old_Rw = jnp.broadcast_to(carry.peak_R[:, None], (n_rows, LANES))
-        weight = jnp.exp(jnp.concatenate([logit_RB, old_Rw], axis=1) - peak_R[:, None])
-        part_Rw = ops.weighted_sums(weight, ones_then_pick[0])
-        factor_Rw = ops.weighted_sums(weight, ones_then_pick[1])
-        total_Rw = carry.total_Rw * factor_Rw + part_Rw
+        # in the same full vectors.
+        last_RL = jnp.broadcast_to(carry.peak_R[:, None], (n_rows, LANES))
+        weight = jnp.exp(jnp.concatenate([logit_RB, last_RL], axis=1) - peak_R[:, None])
+        old_RL = rounded(carry.total_RL * weight[:, block:])
+        total_RL = old_RL + ops.row_sum(weight[:, :block])
         mine_RB = id_B[None, :] == target_R[:, None]
         target = jnp.max(jnp.where(mine_RB, logit_RB, -jnp.inf), axis=1)
         top_Rn, ids_Rn = carry.top_Rn, carry.ids_Rn
@@ -158,26 +157,19 @@ def _score_rows(model, ops, hidden_RD, target_R, shaping_R, top, logits) -> Scor
         if all_RV is not None:
             all_RV = lax.dynamic_update_slice_in_dim(all_RV, raw_RB, start, 1)
         target_logit_R = jnp.maximum(carry.target_R, target)
-        return _Carry(peak_R, total_Rw, target_logit_R, top_Rn, ids_Rn, all_RV)
+        return _Carry(peak_R, total_RL, target_logit_R, top_Rn, ids_Rn, all_RV)
 
     low_R = jnp.full(n_rows, -jnp.inf, jnp.float32)
     start = _Carry(
         jnp.full(n_rows, jnp.finfo(jnp.float32).min, jnp.float32),
-        jnp.zeros((n_rows, ops.contract.sum_width), jnp.float32),
+        jnp.zeros((n_rows, LANES), jnp.float32),
         low_R,
         jnp.full((n_rows, top), -jnp.inf, jnp.float32),
         jnp.zeros((n_rows, top), jnp.int32),
         jnp.zeros((n_rows, width), jnp.float32) if logits else None,
     )
     end = lax.fori_loop(0, -(-width // block), body, start)
-    lse_R = end.peak_R + jnp.log(end.total_Rw)[:, 0]
+    lse_R = end.peak_R + jnp.log(end.total_RL)[:, 0]
     return Scores(
         end.target_R - lse_R, lse_R, end.top_Rn - lse_R[:, None], end.ids_Rn, end.logits_RV
     )
-
-
-def _summing(block: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights that sum the first `block` entries, and weights that pick the one after them."""
-    ones, pick = np.zeros((2, block + LANES, width))
-    ones[:block], pick[block] = 1.0, 1.0
-    return ones, pick

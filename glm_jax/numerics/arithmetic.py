@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -19,7 +18,7 @@ from pallas_kernels.grouped_matmul import GroupPlan, grouped_matmul
 from pallas_kernels.pinned_matmul import Order
 from pallas_kernels.pinned_matmul import pinned_matmul as pinned_kernel
 from pallas_kernels.pinned_matmul import xla as pinned_xla
-from pallas_kernels.rowwise import weighted_sums
+from pallas_kernels.row_sum import row_sum
 from pallas_kernels.tree import tree_sum
 
 
@@ -57,24 +56,11 @@ class Arithmetic:
             return dot(x_RK, w_KN)
         return pinned_matmul(x_RK, w_KN, self.contract)
 
-    def row_sum(self, x_RK: Float[Array, "R K"]) -> Float[Array, "R W"]:
-        """Sum of each row in f32, repeated over W equal columns.
-
-        Pinned: a product with ones. A reduction's order is the compiler's choice and was seen to
-        change with the number of rows; a product's was not. The repeated columns keep vectors full:
-        XLA's exp and log round differently in a vector's tail.
-        """
+    def row_sum(self, x_RK: Float[Array, "R K"]) -> Float[Array, "R 1"]:
+        """Sum of each row; pinned: in a fixed tree, see `pallas_kernels.row_sum`."""
         if not self.contract.pinned:
             return jnp.sum(x_RK, axis=1, keepdims=True)
-        return self.weighted_sums(x_RK, np.ones((x_RK.shape[1], self.contract.sum_width)))
-
-    def weighted_sums(self, x_RK: Float[Array, "R K"], weights_KW: np.ndarray) -> Array:
-        """`x @ weights` in f32 for constant weights of `sum_width` columns, `[R, sum_width]`.
-
-        Its order is that of a pinned product, whatever computes those of the weights.
-        """
-        weights = jnp.asarray(weights_KW.astype(np.float32))
-        return weighted_sums(x_RK, weights, product_order(self.contract), self.contract.sum_pad)
+        return row_sum(x_RK)
 
     def matmul_by_head(self, x_RNI: Float[Array, "R N I"], w_NIO: Float[Array, "N I O"]) -> Array:
         """`x[:, n] @ w[n]` for every head, `[R, N, O]`.

@@ -61,10 +61,6 @@ class NumericsContract:
     """From this many rows on the whole product gives the same bits, and is faster."""
     column_pad: int = 64
     """Columns are padded with zeros to a multiple of this."""
-    sum_width: int = 8
-    """Columns of the ones that rows are summed with..."""
-    sum_pad: int = 64
-    """...after padding the rows with zeros to a multiple of this."""
     key_block: int = 64
     """Index scores are computed for this many keys at once; also the cache's page size."""
     vocab_block: int = 512
@@ -75,6 +71,7 @@ class NumericsContract:
     """What computes each operation of `pallas_kernels`: given as `auto`, `xla` or `pallas`, held as
     the choice it comes to on this machine, with the digest of a kernel's tiles."""
     accumulation: str = "float32"
+    row_sums: str = "halves added until one is left; a term of -0 counts as +0"
     selection: str = "score descending, index ascending; -0 = +0; NaN last"
     combine: str = "experts ascending, shared expert last, float32, one rounding"
     residual: str = "norm reads the unrounded float32 sum, the stream stores it rounded"

@@ -121,7 +121,7 @@ def _vectors(draw: _Draw) -> Iterator[Operation]:
     """Sums of rows, what is made of them, and functions of single numbers."""
     gain, bias = draw.shared(256), draw.shared(256)
     wide = draw(256, dtype="float32")
-    yield _region("sum of a row of 256", (wide,), (), lambda ops, _, x: ops.row_sum(x)[:, :1])
+    yield _region("sum of a row of 256", (wide,), (), lambda ops, _, x: ops.row_sum(x))
     yield _region("RMSNorm 256", (draw(256),), gain, lambda ops, g, x: rms_norm(ops, x, g, 1e-5))
     norm = (gain[:32], bias[:32])
     yield _region(
@@ -130,7 +130,7 @@ def _vectors(draw: _Draw) -> Iterator[Operation]:
     scores = (draw(64, dtype="float32"),)
     softmax = _region("softmax of 64", scores, (), _softmax, exponential=True)
     yield dataclasses.replace(softmax, stock=lambda _, x: jax.nn.softmax(x, axis=-1))
-    # Pinned: as many equal columns as `row_sum` gives, so that every vector is full.
+    # Equal columns, as in the head, so that every vector is full.
     column = jnp.abs(draw(1, dtype="float32"))
     column = jnp.broadcast_to(column, (draw.n_rows, 8))
     for name, function in (("exp", jnp.exp), ("log", jnp.log)):
@@ -162,7 +162,7 @@ def _softmax(ops: Arithmetic, _: Any, x_RS: Array) -> Array:
     # Without a select between maximum and exp, XLA fuses them with the sum into one call of the
     # matrix library, whose exp is another and whose sum can be wrong (docs/numerics.md).
     weight_RS = jnp.exp(x_RS - jnp.where(jnp.isfinite(peak_R1), peak_R1, 0.0))
-    return weight_RS / ops.row_sum(weight_RS)[:, :1]
+    return weight_RS / ops.row_sum(weight_RS)
 
 
 def _stock_logprob(model: GlmModel, x_MD: Array, target_M: Array) -> Array:

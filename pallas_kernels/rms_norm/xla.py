@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rowwise import row_sum
+from pallas_kernels.row_sum import row_sum
 
 
 def scale(x_RD: jax.Array, gain_1D: jax.Array, eps: float, row_sum=row_sum) -> jax.Array:
     """`gain * x / sqrt(mean(x^2) + eps)` in f32; `x` is f32."""
-    mean_R1 = row_sum(x_RD * x_RD)[:, :1] / x_RD.shape[1]
+    mean_R1 = row_sum(x_RD * x_RD) / x_RD.shape[1]
     return x_RD * jax.lax.rsqrt(mean_R1 + eps) * gain_1D
 
 
@@ -34,8 +34,8 @@ def gradient(
     """Gradients of `x` (f32) and of the gain in each row (f32)."""
     x_RD, dy_RD = x_RD.astype(jnp.float32), dy_RD.astype(jnp.float32)
     width = x_RD.shape[1]
-    root_R1 = jax.lax.rsqrt(row_sum(x_RD * x_RD)[:, :1] / width + eps)
+    root_R1 = jax.lax.rsqrt(row_sum(x_RD * x_RD) / width + eps)
     unit_RD = x_RD * root_R1
     d_unit_RD = dy_RD * gain_1D.astype(jnp.float32)
-    inner_R1 = row_sum(d_unit_RD * unit_RD)[:, :1] / width
+    inner_R1 = row_sum(d_unit_RD * unit_RD) / width
     return root_R1 * (d_unit_RD - unit_RD * inner_R1), dy_RD * unit_RD

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.rowwise import row_sum
+from pallas_kernels.row_sum import row_sum
 
 
 def attend(
@@ -32,7 +32,7 @@ def attend(
     weight_RNk = jnp.exp(score_RNk - jnp.where(jnp.isfinite(peak_RN1), peak_RN1, 0.0))
     weight_RNk = weight_RNk.astype(keys_RkC.dtype)
     mixed_RNK = product("rnk,rkc->rnc", weight_RNk, keys_RkC)[:, :, :rank]
-    total_RN1 = row_sum(weight_RNk.astype(jnp.float32).reshape(-1, weight_RNk.shape[2]))[:, :1]
+    total_RN1 = row_sum(weight_RNk.astype(jnp.float32).reshape(-1, weight_RNk.shape[2]))
     total_RN1 = total_RN1.reshape(*weight_RNk.shape[:2], 1)
     # A row without a key has weights of exactly 0.
     return (mixed_RNK / jnp.where(total_RN1 == 0.0, 1.0, total_RN1)).astype(keys_RkC.dtype)

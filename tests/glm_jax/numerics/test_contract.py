@@ -57,11 +57,11 @@ def test_a_differing_field_is_named_with_both_values(name):
 
 
 def test_all_differing_fields_are_named_and_no_others():
-    other = dataclasses.replace(CONTRACT, k_leaf=128, sum_pad=32, mode="native")
+    other = dataclasses.replace(CONTRACT, k_leaf=128, column_pad=32, mode="native")
     with pytest.raises(GlmError) as refusal:
         require_same(CONTRACT, other, "cache")
     named = re.findall(r"(\w+): \S+ here", str(refusal.value))
-    assert sorted(named) == ["k_leaf", "mode", "sum_pad"]
+    assert sorted(named) == ["column_pad", "k_leaf", "mode"]
 
 
 def test_equal_contracts_are_not_refused():
