@@ -52,9 +52,13 @@ chain = DeltaStore(root / "chain", full_every=4, n_threads=1)
 chain.save(weights(0), step=0)
 chain.save(weights(1), step=1)
 newest = {"chain": 1, "applied": -1}
-left = 0
-for n in range(times):
+left = n = 0
+patience = dict.fromkeys(newest, float(sys.argv[3]))
+got_on = dict.fromkeys(newest, 0)
+# A loaded machine may write nothing before the kill: then the next one is given longer.
+while n < times or not all(got_on.values()):
     work, name = ((write, "chain"), (apply, "applied"))[n % 2]
+    n += 1
     child = os.fork()
     if not child:
         try:
@@ -62,7 +66,7 @@ for n in range(times):
         except BaseException as error:
             print(repr(error), file=sys.stderr, flush=True)
         os._exit(1)
-    time.sleep(dice.uniform(0, float(sys.argv[3])))
+    time.sleep(dice.uniform(0, patience[name]))
     ended, _ = os.waitpid(child, os.WNOHANG)
     assert not ended, "it ended by itself"
     os.kill(child, signal.SIGKILL)
@@ -70,6 +74,9 @@ for n in range(times):
     left += bool(DeltaStore(root / name).places.leftovers())
     found = whole(root / name)
     assert found >= newest[name], (found, newest)
+    got_on[name] += found > newest[name]
+    if found == newest[name]:
+        patience[name] *= 1.5
     newest[name] = found
 healed = DeltaStore(root / "chain", full_every=4)
 healed.save(weights(healed.manifest().step + 1), step=healed.manifest().step + 1)
@@ -84,7 +91,6 @@ def kill_at_random(root: Path, times: int, most_seconds: float) -> tuple[int, in
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     written, applied, left = map(int, done.stdout.split())
-    assert written > times // 4 and applied > 0  # they did get on
     return written, applied, left
 
 
@@ -97,4 +103,4 @@ def test_versions_stay_whole_when_their_writer_or_applier_is_killed(tmp_path):
 def test_versions_stay_whole_when_writers_and_appliers_are_killed_200_times(tmp_path):
     written, applied, left = kill_at_random(tmp_path, 200, 0.2)
     print(f"{written} and {applied} versions; {left} kills left half a version")
-    assert left > 20  # kills did come in the middle of writes
+    assert written > 50 and applied > 50 and left > 20  # they got on, and kills did come in the middle of writes
