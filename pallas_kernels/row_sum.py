@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 
-@jax.custom_vjp
 def row_sum(x_RK: jax.Array) -> jax.Array:
     """Sum of each row in its own dtype, `[R, K] -> [R, 1]`; no columns sum to 0.
 
@@ -14,6 +13,11 @@ def row_sum(x_RK: jax.Array) -> jax.Array:
     order is XLA's choice and changes with the number of rows, that of a product of few columns
     changes on some CPUs (docs/numerics.md).
     """
+    return _summed(x_RK)
+
+
+@jax.custom_vjp
+def _summed(x_RK: jax.Array) -> jax.Array:
     return _fold(x_RK)
 
 
@@ -47,4 +51,4 @@ def _backward(empty_0K: jax.Array, d_R1: jax.Array) -> tuple[jax.Array]:
     return (jnp.broadcast_to(d_R1, (d_R1.shape[0], empty_0K.shape[1])),)
 
 
-row_sum.defvjp(_forward, _backward)
+_summed.defvjp(_forward, _backward)

@@ -7,9 +7,8 @@ import json
 from importlib.metadata import version
 from typing import Any, Literal
 
-import jax
-
 from glm_jax.errors import GlmError
+from glm_jax.numerics.processor import device_kind
 from pallas_kernels.backend import IMPLEMENTATIONS, Backend, Implementation, describe, described
 from pallas_kernels.errors import KernelError
 from pallas_kernels.grouped_matmul.op import KINDS as GROUPED_MATMUL
@@ -77,7 +76,7 @@ class NumericsContract:
     residual: str = "norm reads the unrounded float32 sum, the stream stores it rounded"
     jax: str = dataclasses.field(default_factory=lambda: version("jax"))
     jaxlib: str = dataclasses.field(default_factory=lambda: version("jaxlib"))
-    device_kind: str = dataclasses.field(default_factory=lambda: _device_kind())
+    device_kind: str = dataclasses.field(default_factory=device_kind)
 
     def __post_init__(self):
         for asked in IMPLEMENTATIONS:
@@ -163,7 +162,3 @@ def _resolved(asked: Implementation) -> str:
         return describe(asked, OPERATIONS)
     except KernelError as error:
         raise GlmError(f"kernels: {error}") from None
-
-
-def _device_kind() -> str:
-    return jax.devices()[0].device_kind

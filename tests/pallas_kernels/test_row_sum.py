@@ -48,7 +48,9 @@ def test_products_are_rounded_before_they_are_added(rng, width):
         return x * jax.lax.rsqrt(1 + row_sum(x * x)), row_sum(x * y)
 
     for rows in (8, 64, 300):
-        np.testing.assert_array_equal(bits(used(x_RK[:rows], y_RK[:rows])[1]), bits(expected[:rows]))
+        np.testing.assert_array_equal(
+            bits(used(x_RK[:rows], y_RK[:rows])[1]), bits(expected[:rows])
+        )
 
 
 def test_zeros_behind_a_row_change_no_bit(rng):

@@ -103,4 +103,6 @@ def test_versions_stay_whole_when_their_writer_or_applier_is_killed(tmp_path):
 def test_versions_stay_whole_when_writers_and_appliers_are_killed_200_times(tmp_path):
     written, applied, left = kill_at_random(tmp_path, 200, 0.2)
     print(f"{written} and {applied} versions; {left} kills left half a version")
-    assert written > 50 and applied > 50 and left > 20  # they got on, and kills did come in the middle of writes
+    assert (
+        written > 50 and applied > 50 and left > 20
+    )  # they got on, and kills did come in the middle of writes
