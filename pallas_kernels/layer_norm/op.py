@@ -1,7 +1,7 @@
 """LayerNorm of each row, as the indexer norms its keys.
 
-Numerics contract. Mean and variance (of the centred row) are products with ones over the whole row,
-padded with zeros to a multiple of 64; all f32, one rounding at the end. Bits depend on the row
+Numerics contract. Mean and variance (of the centred row) are sums of the whole row (`row_sum`);
+all f32, one rounding at the end. Bits depend on the row
 alone; tiles of the kernel change none. There is no gradient: the model stops it before the indexer.
 """
 

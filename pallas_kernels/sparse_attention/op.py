@@ -2,8 +2,8 @@
 
 Numerics contract. Scores, softmax and mixture of a token are computed over its list as a whole:
 one product `[N, C] x [C, k]` with f32 accumulation, the maximum, exp, weights rounded once to the
-keys' dtype, one product `[N, k] x [k, C]`, and the weights' sum as a product with ones, padded with
-zeros to a multiple of 64; one rounding of the quotient. The list has a fixed length; what is not
+keys' dtype, one product `[N, k] x [k, C]`, and the weights' sum by `row_sum`; one
+rounding of the quotient. The list has a fixed length; what is not
 listed is weighted with exactly 0, so its content must be finite (read the token's own row). Bits
 depend on the token's query and list alone. There is no gradient: the model's backward mixes under a
 mask over the whole sequence (`glm_jax.training.attention`), so that nothing is scattered.
