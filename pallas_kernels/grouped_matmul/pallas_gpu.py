@@ -95,9 +95,7 @@ def weight_gradient(
         grid_names=("columns", "rows", "group"),
         num_threads=1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
         kernel_name="grouped_matmul_dw",
     )

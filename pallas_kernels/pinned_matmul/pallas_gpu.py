@@ -31,6 +31,7 @@ SWIZZLE = 128
 NO_LIMIT_KIB = 2**20
 """Of SMEM when interpreted."""
 
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Tiles; bits depend on none of them."""
@@ -214,9 +215,7 @@ def multiply(
         grid_names=("columns", "rows"),
         num_threads=plan.warpgroups + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
         kernel_name=f"{op}_{layout}",
     )

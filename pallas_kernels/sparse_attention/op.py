@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.backend import Backend, Implementation, resolve
+from pallas_kernels.backend import Backend, Implementation, by_gpu, resolve
 from pallas_kernels.errors import KernelError
-from pallas_kernels.sparse_attention import pallas_tpu, xla
+from pallas_kernels.sparse_attention import pallas_gpu, pallas_tpu, xla
 
-KINDS = ("xla", "tpu")
+KINDS = ("xla", "tpu", "gpu")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -93,4 +93,6 @@ def forward(
         return jnp.zeros((n_rows, n_heads, rank), keys_RkC.dtype)
     if backend.kind == "tpu":
         return pallas_tpu.attend(query_RNC, keys_RkC, listed_Rk, scale, rank, backend.interpret)
+    if by_gpu("sparse_attention", backend, keys_RkC.dtype):
+        return pallas_gpu.attend(query_RNC, keys_RkC, listed_Rk, scale, rank, backend.interpret)
     return xla.attend(query_RNC, keys_RkC, listed_Rk, scale=scale, rank=rank)

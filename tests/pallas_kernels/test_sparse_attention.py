@@ -9,7 +9,7 @@ import pytest
 from glm_jax.model.attention import attend_gathered
 from glm_jax.numerics.arithmetic import Arithmetic
 from glm_jax.numerics.contract import NumericsContract
-from pallas_kernels.backend import GPU, INTERPRET, XLA
+from pallas_kernels.backend import INTERPRET, XLA
 from pallas_kernels.errors import KernelError
 from pallas_kernels.sparse_attention import pallas_tpu, sparse_attention
 from pallas_kernels.sparse_attention.shapes import OP, SCALE
@@ -80,8 +80,6 @@ def test_refusals(monkeypatch):
         run(XLA, query[:1], keys, listed, 16)
     with pytest.raises(KernelError, match="sparse_attention: rank 25: must be 1 to 24"):
         run(XLA, query, keys, listed, 25)
-    with pytest.raises(KernelError, match="sparse_attention: forward has no gpu kernel; it has"):
-        run(GPU, query, keys, listed, 16)
     with pytest.raises(KernelError, match="sparse_attention: gradient: there is none; glm_jax"):
         jax.grad(lambda q: run(XLA, q, keys, listed, 16).sum())(query)
     with pytest.raises(KernelError, match=r"16384 keys needs .* over vmem_mib 8; nearest is \d+ k"):
