@@ -131,7 +131,7 @@ def _weight_gradient(
             plgpu.wgmma(accumulator, x_smem.at[slot].transpose((1, 0)), dy_smem.at[slot])
             return accumulator[...]
 
-        return total + pl.run_scoped(leaf, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
+        return total + pl.run_scoped(leaf, plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32))
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
     total = lax.fori_loop(0, n_tiles, add, zeros)

@@ -233,7 +233,9 @@ def _padded(x: jax.Array, inner: int, tile: int, block: int) -> jax.Array:
 def smem(*shape: int, dtype=jnp.bfloat16):
     """A buffer in SMEM laid out as `wgmma` reads it."""
     item = jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, SWIZZLE // item)), plgpu.SwizzleTransform(SWIZZLE))
+    tiling = plgpu.TilingTransform((8, SWIZZLE // item))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(SWIZZLE)  # pyright: ignore[reportAbstractUsage]
+    transforms = (tiling, swizzle)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -318,7 +320,7 @@ def _leaf(plan: Plan, mine, a_smem, b_smem, full, free, first, n_blocks: int) ->
         plgpu.barrier_arrive(free.at[lax.rem(first + n_blocks - 1, jnp.int32(plan.slots))])
         return value
 
-    return pl.run_scoped(chain, plgpu.ACC((ROWS, plan.column_tile), jnp.float32))
+    return pl.run_scoped(chain, plgpu.WGMMAAccumulatorRef((ROWS, plan.column_tile), jnp.float32))
 
 
 def _total(plan: Plan, product, sums) -> jax.Array:

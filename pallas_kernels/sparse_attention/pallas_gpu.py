@@ -139,7 +139,7 @@ def _call(query, keys, hidden, plan: Plan, interpret: bool) -> jax.Array:
         scratch_types={
             "query_smem": smem(ROWS, plan.width),
             "keys_smem": smem(plan.slots, plan.keys, plan.width),
-            "weight_smem": smem(WARPGROUPS, ROWS, plan.keys) if plan.staged else None,
+            **({"weight_smem": smem(WARPGROUPS, ROWS, plan.keys)} if plan.staged else {}),
             "hidden_smem": plgpu.SMEM((plan.slots, plan.keys), jnp.float32),
             "arrived": plgpu.Barrier(),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=plan.slots),
@@ -205,7 +205,7 @@ def _copy(
 
 
 def _mix(
-    plan: Plan, wg, *, query_smem, keys_smem, weight_smem, hidden_smem, full, free, **_
+    plan: Plan, wg, *, query_smem, keys_smem, hidden_smem, full, free, weight_smem=None, **_
 ) -> list[jax.Array]:
     """This warpgroup's value columns, in parts."""
     n_parts, part = plan.parts
@@ -221,7 +221,10 @@ def _mix(
             plgpu.wgmma(accumulator, query_smem, keys.transpose((1, 0)))
             return accumulator[...]
 
-        score = pl.run_scoped(scores, plgpu.ACC((ROWS, plan.keys), jnp.float32)) * plan.scale
+        score = (
+            pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((ROWS, plan.keys), jnp.float32))
+            * plan.scale
+        )
         hidden = plgpu.load(hidden_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
         shown = lax.broadcast_in_dim(hidden, score.shape, [1]) == 0
         score = jnp.where(shown, score, -jnp.inf)
@@ -232,7 +235,7 @@ def _mix(
         weight = jnp.exp(score - lax.broadcast_in_dim(finite, score.shape, [0]))
         weight = weight.astype(keys_smem.dtype)
         total = total * scale + weight.astype(jnp.float32).sum(axis=1)
-        if plan.staged:
+        if weight_smem is not None:
             weight_smem[wg] = weight
             plgpu.commit_smem()
             weight = weight_smem.at[wg]
@@ -244,7 +247,7 @@ def _mix(
                 plgpu.wgmma(accumulator, weight, keys.at[:, columns])
                 return accumulator[...]
 
-            more = pl.run_scoped(values, plgpu.ACC((ROWS, part), jnp.float32))
+            more = pl.run_scoped(values, plgpu.WGMMAAccumulatorRef((ROWS, part), jnp.float32))
             mixed[n] = mixed[n] * wide + more
         plgpu.barrier_arrive(free.at[slot])
         return (new, total, *mixed)
