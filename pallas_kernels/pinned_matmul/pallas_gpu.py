@@ -37,7 +37,7 @@ class Config:
     """Tiles; bits depend on none of them."""
 
     warpgroups: int
-    """That multiply, 64 rows each; one where there are no more rows."""
+    """That multiply, 64 rows each; one where there are no more rows, or where two do not fit."""
     column_tiles: tuple[int, ...]
     """Widest first; the first that fits SMEM is taken."""
     block: int
@@ -107,7 +107,9 @@ class Plan:
 def plan_tiles(
     n_rows: int, width: int, n_inner: int, leaf: int, layout: Layout, config: Config, op: str
 ) -> Plan:
-    """The widest tile that fits SMEM, no wider than there are columns.
+    """The largest tile that fits SMEM, no wider than there are columns.
+
+    Fewer rows are the last resort: a longer contraction has more sums that wait in SMEM.
 
     Raises:
         KernelError: the leaf is no multiple of the block, or no tile fits.
@@ -118,12 +120,13 @@ def plan_tiles(
             f"{op}: gpu kernel: leaf {leaf}: must be a multiple of block {config.block}; "
             f"nearest is {nearest}"
         )
-    warpgroups = 1 if n_rows <= ROWS else config.warpgroups
+    warpgroups = (1,) if n_rows <= ROWS else (config.warpgroups, 1)
     n_leaves = -(-n_inner // leaf)
     leaves_a_step = min(config.leaves_a_step, 1 << (n_leaves - 1).bit_length())
     narrowest = min(config.column_tiles)
     plans = [
-        Plan(warpgroups, tile, config.block, leaf, leaves_a_step, config.slots, n_inner, layout)
+        Plan(count, tile, config.block, leaf, leaves_a_step, config.slots, n_inner, layout)
+        for count in warpgroups
         for tile in config.column_tiles
         if tile == narrowest or tile < width + narrowest
     ]
