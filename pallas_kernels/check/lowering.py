@@ -39,8 +39,10 @@ WITHOUT_A_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Environment that lets libtpu start on a machine that is no TPU host."""
+"""Environment that lets libtpu start on a machine that is no TPU host, several times at once: its
+lock guards chips, and nothing here opens one."""
 
 
 @dataclasses.dataclass(frozen=True)

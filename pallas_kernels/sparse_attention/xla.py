@@ -52,8 +52,7 @@ def gradient(
 
     With P the weights over their sum, and S the scores: dP = d V^T, dS = P (dP - sum_k P dP)
     times the scale, dq = dS K, dK = dS^T q + [P^T d | 0]. A key that is not listed gets exactly +0.
-    Each
-    row's keys are its own copies, so nothing is scattered.
+    Each row's keys are its own copies, so nothing is scattered.
     """
 
     def product(spec, a, b):

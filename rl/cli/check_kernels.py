@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from glm_jax.errors import GlmError
-from rl.cli.bench import WIDTH
 
 if TYPE_CHECKING:  # importing it would import jax
     from pallas_kernels.check.report import KernelReport, PartReport
+
+WIDTH = 120
+"""Columns of the table, which has four topologies side by side."""
 
 MOST_ERRORS = 12
 """Failures that the table is followed by; the JSON has them all."""
@@ -30,8 +32,7 @@ def kernels(
 
     Every operation: the TPU and the GPU kernel in interpret mode against their XLA twin in bits;
     compiled by the real TPU compiler at GLM-5.2's shapes, if libtpu is installed; lowered for an
-    H200. Nothing is
-    timed but the compiler, and no device is used.
+    H200. Nothing is timed but the compiler, and no device is used.
     """
     # The compiler in libtpu is called directly; jax itself shall look for no TPU.
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -68,9 +69,8 @@ def _print(report: "KernelReport") -> None:
     console.print(table)
     console.print(
         "interpreted: shapes equal to the twin in all bits, by the TPU kernel, and by the GPU "
-        "kernel in Mosaic GPU's interpreter; a topology: shapes compiled, most MiB "
-        "of VMEM, compile seconds; h200: shapes lowered, "
-        "bfloat16 only"
+        "kernel in Mosaic GPU's interpreter; a topology: shapes compiled, most MiB of VMEM, compile "
+        "seconds; h200: shapes lowered, bfloat16 only"
     )
     if not report.topologies:
         console.print(f"TPU {report.tpu}", style="yellow")
