@@ -86,7 +86,10 @@ def _gradient_draw(case: Case, rng: np.random.Generator):
 
 
 def _gradient_run(case: Case, backend):
-    return lambda *arrays: op.gradient(*arrays, SCALE, case["K"], backend)
+    def gradient(query, keys, listed, d):
+        return op.gradient(query, keys, listed, d, SCALE, case["K"], backend)
+
+    return gradient
 
 
 def _gradient_reference(case: Case, query, keys, listed, d):
