@@ -69,8 +69,8 @@ def _print(report: "KernelReport") -> None:
     console.print(table)
     console.print(
         "interpreted: shapes equal to the twin in all bits, by the TPU kernel, and by the GPU "
-        "kernel in Mosaic GPU's interpreter; a topology: shapes compiled, most MiB of VMEM, compile "
-        "seconds; h200: shapes lowered, bfloat16 only"
+        "kernel in Mosaic GPU's interpreter; a topology: shapes compiled, most MiB of VMEM, "
+        "compile seconds; h200: shapes lowered, bfloat16 only"
     )
     if not report.topologies:
         console.print(f"TPU {report.tpu}", style="yellow")
