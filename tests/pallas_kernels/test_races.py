@@ -17,6 +17,8 @@ from pallas_kernels.backend import XLA
 from pallas_kernels.cases import spread
 from pallas_kernels.grouped_matmul import grouped_matmul, plan_groups
 from pallas_kernels.grouped_matmul import pallas_tpu as grouped_tpu
+from pallas_kernels.head_logprob import pallas_tpu as head_tpu
+from pallas_kernels.head_logprob import xla as head
 from pallas_kernels.pinned_matmul import Order, pallas_tpu
 from pallas_kernels.pinned_matmul import xla as pinned
 from pallas_kernels.pinned_matmul.op import contract
@@ -64,6 +66,17 @@ def test_the_grouped_product_and_its_weight_gradient_have_none(rng):
     assert n_unequal(got[:29], y[:29]) == 0
     dw = grouped_tpu.weight_gradient(x, dy, w, plan, 8, DETECT, tiles)
     assert n_unequal(dw, back(dy)[1]) == 0
+    assert not races_found()
+
+
+@pytest.mark.slow
+def test_the_head_has_none(rng):
+    hidden, w = (jnp.asarray(spread(rng, s, "float32")) for s in ((20, 300), (300, 384)))
+    targets = jnp.arange(20, dtype=jnp.int32)[:, None]
+    sizes = {"top": 2, "block": 256, "sum_width": 8, "order": ORDER}
+    tiles = head_tpu.Config((16,), 32)
+    got = head_tpu.score(hidden, w, targets, **sizes, interpret=DETECT, config=tiles)
+    assert n_unequal(got, head.score(hidden, w, targets, **sizes)) == 0
     assert not races_found()
 
 
