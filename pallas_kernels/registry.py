@@ -3,6 +3,7 @@
 from pallas_kernels.cases import Op
 from pallas_kernels.grouped_matmul.shapes import OP as GROUPED_MATMUL
 from pallas_kernels.head_logprob.shapes import OP as HEAD_LOGPROB
+from pallas_kernels.indexer_scores.shapes import OP as INDEXER_SCORES
 from pallas_kernels.layer_norm.shapes import OP as LAYER_NORM
 from pallas_kernels.ordered_sum.shapes import OP as ORDERED_SUM
 from pallas_kernels.pinned_matmul.shapes import OP as PINNED_MATMUL
@@ -17,6 +18,7 @@ OPS: dict[str, Op] = {
         GROUPED_MATMUL,
         RMS_NORM,
         LAYER_NORM,
+        INDEXER_SCORES,
         SPARSE_ATTENTION,
         HEAD_LOGPROB,
         ORDERED_SUM,
