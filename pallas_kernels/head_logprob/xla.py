@@ -66,7 +66,7 @@ def add_block(
     total_Rw = carry.total_Rw * factor_Rw + part_Rw
     mine_R1 = jnp.max(jnp.where(id_RB == target_R1, logit_RB, -jnp.inf), axis=1, keepdims=True)
     top_Rn, ids_Rn = carry.top_Rn, carry.ids_Rn
-    if top_Rn is not None:
+    if top_Rn is not None and ids_Rn is not None:
         top_Rn, ids_Rn = _join(top_Rn, ids_Rn, logit_RB, id_RB.astype(jnp.float32))
     return Carry(peak_R1, total_Rw, jnp.maximum(carry.target_R1, mine_R1), top_Rn, ids_Rn)
 

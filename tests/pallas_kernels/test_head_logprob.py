@@ -16,13 +16,14 @@ from pallas_kernels.head_logprob import head_logprob, pallas_tpu
 from pallas_kernels.head_logprob.shapes import OP
 from pallas_kernels.pinned_matmul.order import Order
 from tests.glm_jax.models import PINNED, THREE, model_of
-from tests.pallas_kernels.op_suite import OpSuite, n_unequal
+from tests.pallas_kernels.op_suite import FEW_ROWS, OpSuite, n_unequal
 
 BACKENDS = pytest.mark.parametrize("backend", [XLA, INTERPRET], ids=str)
 
 
 class TestHeadLogprob(OpSuite):
     op = OP
+    rows = FEW_ROWS
 
 
 @BACKENDS

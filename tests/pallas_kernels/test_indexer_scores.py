@@ -10,7 +10,7 @@ from pallas_kernels.backend import GPU, INTERPRET, XLA
 from pallas_kernels.errors import KernelError
 from pallas_kernels.indexer_scores import indexer_scores, pallas_tpu
 from pallas_kernels.indexer_scores.shapes import LAYER, OP
-from tests.pallas_kernels.op_suite import OpSuite, n_unequal
+from tests.pallas_kernels.op_suite import FEW_ROWS, OpSuite, n_unequal
 
 CASE = OP.tagged("test")[0]
 BACKENDS = pytest.mark.parametrize("backend", [XLA, INTERPRET], ids=str)
@@ -18,6 +18,7 @@ BACKENDS = pytest.mark.parametrize("backend", [XLA, INTERPRET], ids=str)
 
 class TestIndexerScores(OpSuite):
     op = OP
+    rows = FEW_ROWS
 
 
 def draw(rng):
