@@ -1,7 +1,7 @@
 """Mosaic TPU kernel: one token a step, its pages copied from HBM while those before are scored.
 
 The table of a token's pages stands in SMEM; pages are copied whole, `pages_a_step` at once, into
-one of two buffers. Pages after the token's own position are not read.
+one of two buffers, up to the step that holds the token's own position.
 """
 
 import dataclasses
