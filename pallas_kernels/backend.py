@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import tuned
 from pallas_kernels.errors import KernelError
@@ -63,6 +65,11 @@ INTERPRET = Backend("tpu", interpret=True)
 """The TPU kernel on this machine's CPU."""
 GPU = Backend("gpu")
 """The GPU kernel, compiled."""
+GPU_INTERPRET = Backend("gpu", interpret=True)
+"""The GPU kernel in the interpreter of Mosaic GPU, on this machine's CPU."""
+
+GPU_DTYPES = ("bfloat16",)
+"""What the GPU kernels compute: a tensor core rounds f32 operands to TF32."""
 
 
 def resolve(
@@ -107,6 +114,20 @@ def resolve(
         log.warning("%s: the TPU kernel runs in interpret mode, which is slow", op)
         return INTERPRET
     return Backend(kind)
+
+
+def by_gpu(op: str, backend: Backend, dtype: DTypeLike) -> bool:
+    """Whether the GPU kernel runs. `gpu` means: bf16 operands by the kernel, f32 ones by the twin.
+
+    Both halves are what the word in the contract stands for, so nothing is chosen here; that a
+    twin runs is logged.
+    """
+    if backend.kind != "gpu":
+        return False
+    if jnp.dtype(dtype).name in GPU_DTYPES:
+        return True
+    log.info("%s: the gpu kernel takes %s; %s is the twin's", op, ", ".join(GPU_DTYPES), dtype)
+    return False
 
 
 def describe(implementation: Implementation, ops: Mapping[str, Collection[str]]) -> str:

@@ -82,6 +82,9 @@ class Part:
     by_row: tuple[int, ...] = ()
     """Inputs whose first axis is rows that do not see each other; the results' is then too."""
     row_letter: str = "M"
+    gpu_interpreted: bool = True
+    """Whether the interpreter of Mosaic GPU multiplies what the twin multiplies; it copies a
+    transposed operand, which is another product to XLA's CPU backend."""
     draw: Draw | None = None
     """Default: normal numbers with exponents spread by SPREAD."""
 

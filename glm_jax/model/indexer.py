@@ -18,6 +18,7 @@ from glm_jax.config import GlmConfig
 from glm_jax.numerics.arithmetic import Arithmetic, batched_dot
 from glm_jax.numerics.primitives import layer_norm, rope
 from glm_jax.params import ONES, ZEROS, Normal, declare
+from pallas_kernels.indexer_scores.xla import weigh_heads
 
 
 class IndexQuery(NamedTuple):
@@ -87,15 +88,3 @@ def index_scores(
     dot_GRIS = batched_dot("grij,gsj->gris", query_GRIJ, keys_GSJ)
     score_GRS = weigh_heads(dot_GRIS, weight_GRI, query_GRIJ.shape[-1])
     return jnp.where(causal_GRS, score_GRS, -jnp.inf)
-
-
-def weigh_heads(dot_xIS: Array, weight_xI: Array, width: int) -> Array:
-    """`sum_i w_i relu(dot_i * J^-0.5)`, heads ascending: the order is spelled out."""
-
-    def head(i):
-        return jax.nn.relu(dot_xIS[..., i, :] * width**-0.5) * weight_xI[..., i, None]
-
-    score_xS = head(0)
-    for i in range(1, weight_xI.shape[-1]):
-        score_xS = score_xS + head(i)
-    return score_xS

@@ -5,22 +5,16 @@ alone, so that a token's bits do not depend on who else is in the batch. Native 
 runs of tokens that share a slot.
 """
 
-import math
-
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from glm_jax.cache import slot_keys
 from glm_jax.config import GlmConfig
 from glm_jax.model.attention import attend_gathered, attend_masked, gather_keys
 from glm_jax.model.context import Context
-from glm_jax.model.indexer import IndexQuery, index_scores, weigh_heads
-from glm_jax.numerics.arithmetic import batched_dot
+from glm_jax.model.indexer import IndexQuery, index_scores
+from pallas_kernels.indexer_scores.xla import paged_scores
 from pallas_kernels.top_k_select import mask_to_ids, select_mask
-
-SHARED_ROWS = 64
-"""Neighbouring rows that may share one product with a page of index keys."""
 
 
 def select_keys(
@@ -57,61 +51,6 @@ def select_keys(
         batch.valid_T,
     )
     return ids_Tk, None
-
-
-def paged_scores(
-    query_RIJ: Float[Array, "R I J"],
-    weight_RI: Float[Array, "R I"],
-    index_MPsJ: Float[Array, "M P s J"],
-    layer: int | Array,
-    pages_Rp: Int[Array, "R p"],
-    position_R: Int[Array, "R"],
-) -> Float[Array, "R S"]:
-    """Index scores of each row's keys, a page at a time; -inf after its own position.
-
-    The loop ends with the page of the last position among the rows; which pages are visited beyond
-    a row's own does not change its scores.
-    """
-    n_rows, size = query_RIJ.shape[0], index_MPsJ.shape[2]
-    width = query_RIJ.shape[2]
-    # Never past the table, whatever a padding row's position is.
-    n_pages = jnp.minimum(jnp.max(position_R) // size + 1, pages_Rp.shape[1])
-    offset_1s = jnp.arange(size, dtype=jnp.int32)[None, :]
-
-    def body(j, score_RS):
-        page_R = lax.dynamic_index_in_dim(pages_Rp, j, 1, keepdims=False)
-        dot_RIs = _page_products(query_RIJ, index_MPsJ, layer, page_R)
-        part_Rs = weigh_heads(dot_RIs, weight_RI, width)
-        causal_Rs = j * size + offset_1s <= position_R[:, None]
-        part_Rs = jnp.where(causal_Rs, part_Rs, -jnp.inf)
-        return lax.dynamic_update_slice_in_dim(score_RS, part_Rs, j * size, 1)
-
-    none_RS = jnp.full((n_rows, pages_Rp.shape[1] * size), -jnp.inf, jnp.float32)
-    return lax.fori_loop(0, n_pages, body, none_RS)
-
-
-def _page_products(query_RIJ, index_MPsJ, layer, page_R) -> Float[Array, "R I s"]:
-    """Products of each row's index queries with the keys of its page.
-
-    Where neighbouring rows read the same page (a prompt, a training sequence) they share one
-    product; the bits are those of a row's own product `[I, J] x [J, page]`.
-    """
-    n_rows, n_heads, width = query_RIJ.shape
-    run = math.gcd(n_rows, SHARED_ROWS)
-    page_gr = page_R.reshape(-1, run)
-
-    def keys(page):
-        return index_MPsJ.at[layer, page].get(mode="clip")
-
-    def shared(query_RIJ):
-        query_gMJ = query_RIJ.reshape(-1, run * n_heads, width)
-        dot = batched_dot("gmj,gsj->gms", query_gMJ, keys(page_gr[:, 0]))
-        return dot.reshape(n_rows, n_heads, -1)
-
-    def own(query_RIJ):
-        return batched_dot("rij,rsj->ris", query_RIJ, keys(page_R))
-
-    return lax.cond(jnp.all(page_gr == page_gr[:, :1]), shared, own, query_RIJ)
 
 
 def mix(

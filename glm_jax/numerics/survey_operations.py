@@ -19,11 +19,11 @@ from glm_jax.model import GlmModel
 from glm_jax.model.attention import attend_gathered, attend_masked
 from glm_jax.model.indexer import index_scores
 from glm_jax.model.moe import Moe
-from glm_jax.model.select import paged_scores
 from glm_jax.numerics.arithmetic import Arithmetic, native
 from glm_jax.numerics.primitives import layer_norm, rms_norm, rope, swiglu
 from glm_jax.params import materialise
 from glm_jax.presets import preset
+from pallas_kernels.indexer_scores.xla import paged_scores
 from pallas_kernels.top_k_select import mask_to_ids, select_mask
 
 PRODUCTS = (

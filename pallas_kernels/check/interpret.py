@@ -1,4 +1,4 @@
-"""The TPU kernel in interpret mode against the XLA twin, in bits."""
+"""A kernel in interpret mode against the XLA twin, in bits."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.backend import INTERPRET, XLA
+from pallas_kernels.backend import INTERPRET, XLA, Backend
 from pallas_kernels.cases import Case, Part
 
 
@@ -28,12 +28,12 @@ class Interpreted:
         return {**dataclasses.asdict(self), "ok": self.ok}
 
 
-def interpret(part: Part, case: Case, seed: int = 0) -> Interpreted:
+def interpret(part: Part, case: Case, seed: int = 0, backend: Backend = INTERPRET) -> Interpreted:
     """Runs one shape both ways on this machine's CPU and counts the elements that differ."""
     arrays = part.arrays(case, np.random.default_rng(seed))
     twin, kernel = (
-        [np.asarray(x) for x in jax.tree.leaves(jax.jit(part.run(case, backend))(*arrays))]
-        for backend in (XLA, INTERPRET)
+        [np.asarray(x) for x in jax.tree.leaves(jax.jit(part.run(case, which))(*arrays))]
+        for which in (XLA, backend)
     )
     unequal = elements = 0
     for a, b in zip(twin, kernel, strict=True):

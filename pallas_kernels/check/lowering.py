@@ -39,8 +39,10 @@ WITHOUT_A_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Environment that lets libtpu start on a machine that is no TPU host."""
+"""Environment that lets libtpu start on a machine that is no TPU host, several times at once: its
+lock guards chips, and nothing here opens one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +83,19 @@ def for_tpu(part: Part, case: Case, generation: str) -> Lowered:
     for name, value in WITHOUT_A_TPU.items():
         os.environ.setdefault(name, value)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
-    sharding = SingleDeviceSharding(topology.devices[0])
+    device = topology.devices[0]
+    sharding = SingleDeviceSharding(device)
     inputs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in part.inputs(case)]
 
+    # The lowering of copies asks which chip it is for; there is none to ask.
+    chip = jax.sharding.AbstractDevice(
+        device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu"
+    )
+    mesh = AbstractMesh((1,), ("x",), abstract_device=chip)
+
     def lower():
-        return jax.jit(part.run(case, TPU)).lower(*inputs)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.jit(part.run(case, TPU)).lower(*inputs)
 
     def compile_it(lowered):
         lines = lowered.compile().as_text().splitlines()

@@ -10,65 +10,19 @@ of `pinned_matmul` in the same leaves.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.backend import XLA, Backend, Implementation, resolve
-from pallas_kernels.grouped_matmul import pallas_tpu, xla
+from pallas_kernels.backend import XLA, Backend, Implementation, by_gpu, resolve
+from pallas_kernels.grouped_matmul import pallas_gpu, pallas_tpu, xla
+from pallas_kernels.grouped_matmul.plan import GroupPlan, plan_groups
 from pallas_kernels.pinned_matmul.order import Order
 
-KINDS = ("xla", "tpu")
+KINDS = ("xla", "tpu", "gpu")
 """Implementations of the product and of both gradients."""
-
-
-class GroupPlan(NamedTuple):
-    """Which tile of rows multiplies which group's matrix. All integer."""
-
-    group_of_tile: Int[Array, "n"]
-    """Group of each tile; entries past `n_tiles` are unused."""
-    start_of_tile: Int[Array, "n"]
-    """First row of each tile; the last tile of a group may reach into the next group."""
-    end_of_tile: Int[Array, "n"]
-    """Row after the last one that belongs to the tile's group."""
-    n_tiles: Int[Array, ""]
-    """How many tiles there are (traced, so that an empty group costs nothing)."""
-    counts_E: Int[Array, "E"]
-    """Rows of each group."""
-    first: Int[Array, ""]
-    """Matrix of the first group: 0, unless the groups are some of more matrices."""
-
-    def among(self, first: Int[Array, ""] | int) -> "GroupPlan":
-        """The plan for groups whose matrices start at number `first` of a longer stack."""
-        return self._replace(
-            group_of_tile=self.group_of_tile + first,
-            first=jnp.asarray(self.first + first, jnp.int32),
-        )
-
-
-def plan_groups(counts_E: Int[Array, "E"], n_rows: int, tile: int) -> GroupPlan:
-    """Cuts `n_rows` rows, sorted by group, `counts_E` of each, into tiles of `tile` rows."""
-    n_groups = counts_E.shape[0]
-    most_tiles = -(-n_rows // tile) + n_groups
-    tiles_E = -(-counts_E // tile)
-    tile_end_E = jnp.cumsum(tiles_E)
-    row_end_E = jnp.cumsum(counts_E)
-    tile_n = jnp.arange(most_tiles, dtype=jnp.int32)
-    group_n = jnp.sum(tile_end_E[None, :] <= tile_n[:, None], axis=1, dtype=jnp.int32)
-    group_n = jnp.minimum(group_n, n_groups - 1)
-    index_in_group_n = tile_n - (tile_end_E - tiles_E)[group_n]
-    start_n = (row_end_E - counts_E)[group_n] + index_in_group_n * tile
-    return GroupPlan(
-        group_n,
-        start_n.astype(jnp.int32),
-        row_end_E[group_n].astype(jnp.int32),
-        tile_end_E[-1],
-        counts_E,
-        jnp.int32(0),
-    )
 
 
 def grouped_matmul(
@@ -120,6 +74,8 @@ def _check(x_MK, w_EKN, tile):
 def _product(x_MK, w_EKN, plan, tile, product, order, backend):
     if backend.kind == "tpu":
         return pallas_tpu.forward(x_MK, w_EKN, plan, "nn", order, backend.interpret)
+    if by_gpu("grouped_matmul", backend, x_MK.dtype):
+        return pallas_gpu.forward(x_MK, w_EKN, plan, "nn", order, backend.interpret)
     return xla.forward(x_MK, w_EKN, plan, tile, product)
 
 
@@ -134,6 +90,10 @@ def _bwd(tile, product, order, backend, saved, dy_MN):
         interpret = backend.interpret
         dx_MK = pallas_tpu.forward(dy_MN, w_EKN, plan, "nt", order, interpret)
         dw_EKN = pallas_tpu.weight_gradient(x_MK, dy_MN, w_EKN, plan, tile, interpret)
+    elif by_gpu("grouped_matmul", backend, x_MK.dtype):
+        interpret = backend.interpret
+        dx_MK = pallas_gpu.forward(dy_MN, w_EKN, plan, "nt", order, interpret)
+        dw_EKN = pallas_gpu.weight_gradient(x_MK, dy_MN, w_EKN, plan, tile, interpret)
     else:
         dx_MK = xla.forward(dy_MN, jnp.swapaxes(w_EKN, 1, 2), plan, tile, product)
         dw_EKN = xla.weight_gradient(x_MK, dy_MN, w_EKN, plan, tile)
@@ -142,3 +102,6 @@ def _bwd(tile, product, order, backend, saved, dy_MN):
 
 
 _product.defvjp(_fwd, _bwd)
+
+
+__all__ = ["GroupPlan", "grouped_matmul", "plan_groups"]

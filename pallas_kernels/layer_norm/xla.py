@@ -16,3 +16,24 @@ def norm(
     gain_1D, bias_1D = gain_1D.astype(jnp.float32), bias_1D.astype(jnp.float32)
     y_RD = centred_RD * jax.lax.rsqrt(variance_R1 + eps) * gain_1D + bias_1D
     return (y_RD.astype(x_RD.dtype),)
+
+
+def gradient(
+    x_RD: jax.Array, dy_RD: jax.Array, gain_1D: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of `x` (f32) and of the gain in each row (f32); that of the bias is `dy`."""
+    x_RD, dy_RD = x_RD.astype(jnp.float32), dy_RD.astype(jnp.float32)
+    width = x_RD.shape[1]
+    centred_RD = x_RD - row_sum(x_RD) / width
+    root_R1 = jax.lax.rsqrt(row_sum(centred_RD * centred_RD) / width + eps)
+    unit_RD = centred_RD * root_R1
+
+    def apart(product_RD):
+        # A select that always holds: without it a product and the sum that it enters are contracted
+        # in the twin and not in the kernel, or the other way round.
+        return jnp.where(root_R1 > 0, product_RD, 0.0)
+
+    d_unit_RD = apart(dy_RD * gain_1D.astype(jnp.float32))
+    mean_R1 = row_sum(d_unit_RD) / width
+    inner_R1 = row_sum(d_unit_RD * unit_RD) / width
+    return root_R1 * (d_unit_RD - mean_R1 - apart(unit_RD * inner_R1)), dy_RD * unit_RD

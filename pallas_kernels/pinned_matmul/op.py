@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import Backend, Implementation, resolve
+from pallas_kernels.backend import Backend, Implementation, by_gpu, resolve
 from pallas_kernels.errors import KernelError
-from pallas_kernels.pinned_matmul import pallas_tpu, xla
+from pallas_kernels.pinned_matmul import pallas_gpu, pallas_tpu, xla
 from pallas_kernels.pinned_matmul.order import Layout, Order
 
-KINDS = ("xla", "tpu")
+KINDS = ("xla", "tpu", "gpu")
 """Implementations of the product and of both gradients."""
 
 FEWEST_ROWS = 8
@@ -100,6 +100,8 @@ def contract(
         return jnp.zeros((n_rows, width), dtype)
     if backend.kind == "tpu":
         return pallas_tpu.contract(a, b, layout, order, leaf, dtype, backend.interpret)
+    if by_gpu("pinned_matmul", backend, a.dtype):
+        return pallas_gpu.contract(a, b, layout, leaf, dtype, backend.interpret)
     if (pad := FEWEST_ROWS - n_rows) > 0:
         a = jnp.pad(a, ((0, 0), (0, pad)) if layout == "tn" else ((0, pad), (0, 0)))
     return xla.contract(a, b, order, layout, leaf)[:n_rows].astype(dtype)

@@ -98,7 +98,8 @@ def _part(name: str, layout: Layout, letters: tuple[str, str], by_row: tuple[int
         m, k, n = case["M"], case["K"], case["N"]
         return Cost(2 * m * k * n, size * (m * k + k * n + m * n))
 
-    return Part(name, KINDS, inputs, run, reference, cost, mutation, by_row)
+    exact = layout != "nt"
+    return Part(name, KINDS, inputs, run, reference, cost, mutation, by_row, gpu_interpreted=exact)
 
 
 OP = Op(

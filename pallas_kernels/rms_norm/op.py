@@ -1,9 +1,10 @@
 """RMSNorm, alone or of a residual stream and the branch that is added to it.
 
 Numerics contract. Statistics, gain and the residual sum are f32; the mean of squares is a sum
-of the whole row (`row_sum`); one rounding at the end. `add_rms_norm` norms the unrounded f32 sum. The gradient of the input
-is rounded once; that of the gain is, for every leaf of 128 rows, a product with ones, added in the
-tree of `pinned_matmul`. Bits depend on the row alone; tiles of the kernel change none.
+of the whole row (`row_sum`); one rounding at the end. `add_rms_norm` norms the unrounded f32 sum.
+The gradient of the input is rounded once; that of the gain is, for every leaf of 128 rows, a
+product with ones, added in the tree of `pinned_matmul`. Bits depend on the
+row alone; tiles of the kernel change none.
 """
 
 import functools

@@ -5,21 +5,27 @@ one product `[N, C] x [C, k]` with f32 accumulation, the maximum, exp, weights r
 keys' dtype, one product `[N, k] x [k, C]`, and the weights' sum by `row_sum`; one
 rounding of the quotient. The list has a fixed length; what is not
 listed is weighted with exactly 0, so its content must be finite (read the token's own row). Bits
-depend on the token's query and list alone. There is no gradient: the model's backward mixes under a
-mask over the whole sequence (`glm_jax.training.attention`), so that nothing is scattered.
+depend on the token's query and list alone. The gradient is that of each token's own list, computed
+over the list as a whole too; who gathered the lists adds up what several tokens say of one key, in
+an order of his own. The model's backward does not ask for it: it mixes under a mask over the whole
+sequence (`glm_jax.training.attention`), so that nothing is scattered.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.backend import Backend, Implementation, resolve
+from pallas_kernels.backend import Backend, Implementation, by_gpu, resolve
 from pallas_kernels.errors import KernelError
-from pallas_kernels.sparse_attention import pallas_tpu, xla
+from pallas_kernels.sparse_attention import pallas_gpu, pallas_tpu, xla
 
-KINDS = ("xla", "tpu")
+KINDS = ("xla", "tpu", "gpu")
+"""Implementations of the forward."""
+GRADIENT_KINDS = ("xla", "tpu")
+"""Implementations of the gradient."""
 DTYPES = ("float32", "bfloat16")
 
 
@@ -44,7 +50,7 @@ def sparse_attention(
 
     Raises:
         TypeError: the dtypes differ. KernelError: a dtype or shape that is not supported, no such
-            implementation, or its gradient is asked for.
+            implementation, or a gradient on a backend that has none.
     """
     if query_RNC.dtype != keys_RkC.dtype:
         raise TypeError(
@@ -72,13 +78,15 @@ def _attend(query_RNC, keys_RkC, listed_Rk, scale, rank, backend):
 
 
 def _fwd(query_RNC, keys_RkC, listed_Rk, scale, rank, backend):
-    raise KernelError(
-        "sparse_attention: gradient: there is none; glm_jax.training.attention has the model's"
-    )
+    resolve("sparse_attention", backend, GRADIENT_KINDS, "gradient")
+    mixed = _attend(query_RNC, keys_RkC, listed_Rk, scale, rank, backend)
+    return mixed, (query_RNC, keys_RkC, listed_Rk)
 
 
 def _bwd(scale, rank, backend, saved, d_RNK):
-    raise AssertionError("not reached: the forward rule refuses")
+    query_RNC, keys_RkC, listed_Rk = saved
+    none = np.zeros(listed_Rk.shape, jax.dtypes.float0)
+    return (*gradient(query_RNC, keys_RkC, listed_Rk, d_RNK, scale, rank, backend), none)
 
 
 _attend.defvjp(_fwd, _bwd)
@@ -93,4 +101,25 @@ def forward(
         return jnp.zeros((n_rows, n_heads, rank), keys_RkC.dtype)
     if backend.kind == "tpu":
         return pallas_tpu.attend(query_RNC, keys_RkC, listed_Rk, scale, rank, backend.interpret)
+    if by_gpu("sparse_attention", backend, keys_RkC.dtype):
+        return pallas_gpu.attend(query_RNC, keys_RkC, listed_Rk, scale, rank, backend.interpret)
     return xla.attend(query_RNC, keys_RkC, listed_Rk, scale=scale, rank=rank)
+
+
+def gradient(
+    query_RNC: Array,
+    keys_RkC: Array,
+    listed_Rk: Array,
+    d_RNK: Array,
+    scale: float,
+    rank: int,
+    backend: Backend,
+) -> tuple[Array, Array]:
+    """Gradients of the queries and of each token's listed keys, on one backend."""
+    resolve("sparse_attention", backend, GRADIENT_KINDS, "gradient")
+    if query_RNC.shape[0] == 0 or keys_RkC.shape[1] == 0:
+        return jnp.zeros_like(query_RNC), jnp.zeros_like(keys_RkC)
+    arrays = query_RNC, keys_RkC, listed_Rk, d_RNK
+    if backend.kind == "tpu":
+        return pallas_tpu.gradient(*arrays, scale, rank, backend.interpret)
+    return xla.gradient(*arrays, scale=scale, rank=rank)

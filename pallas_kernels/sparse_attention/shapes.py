@@ -4,7 +4,10 @@ import numpy as np
 
 from pallas_kernels.cases import EPS, Bounded, Case, Cost, Op, Part, case, struct
 from pallas_kernels.sparse_attention import op, xla
-from pallas_kernels.sparse_attention.reference import sparse_attention_reference
+from pallas_kernels.sparse_attention.reference import (
+    sparse_attention_gradient_reference,
+    sparse_attention_reference,
+)
 
 SCALE = 0.0625
 DTYPES = ("float32", "bfloat16")
@@ -53,11 +56,16 @@ def _reference(case: Case, query, keys, listed):
     right, size = sparse_attention_reference(query, keys, listed, SCALE, case["K"])
     if not right.size:
         return (Bounded(right, abs(right)),)
+    relative = _weight_error(case, query, keys)
+    return (Bounded(right, relative * size + EPS[case.dtype] * abs(right)),)
+
+
+def _weight_error(case: Case, query, keys) -> np.ndarray:
+    """How far a weight may be off, relative, by row and head."""
     # A score's absolute error is a weight's relative one; weights are rounded to the dtype.
     score = np.einsum("rnc,rkc->rnk", abs(query), abs(keys)).max(axis=-1, keepdims=True) * SCALE
     relative = 2 * (case["C"] + 4) * EPS["float32"] * score + 4 * EPS[case.dtype]
-    relative = relative + 2 * (case["k"] + 4) * EPS["float32"]
-    return (Bounded(right, relative * size + EPS[case.dtype] * abs(right)),)
+    return relative + 2 * (case["k"] + 4) * EPS["float32"]
 
 
 def _mutation(case: Case):
@@ -66,6 +74,51 @@ def _mutation(case: Case):
         return xla.attend(query, *turned, scale=SCALE, rank=case["K"])
 
     return keys_in_another_order
+
+
+def _gradient_inputs(case: Case):
+    return (*_inputs(case), struct(case.dtype, case["R"], case["N"], case["K"]))
+
+
+def _gradient_draw(case: Case, rng: np.random.Generator):
+    d = rng.standard_normal((case["R"], case["N"], case["K"]))
+    return (*_draw(case, rng), d.astype(_gradient_inputs(case)[-1].dtype))
+
+
+def _gradient_run(case: Case, backend):
+    def gradient(query, keys, listed, d):
+        return op.gradient(query, keys, listed, d, SCALE, case["K"], backend)
+
+    return gradient
+
+
+def _gradient_reference(case: Case, query, keys, listed, d):
+    dq, dk, size_q, size_k = sparse_attention_gradient_reference(query, keys, listed, d, SCALE)
+    if not dq.size:
+        return Bounded(dq, abs(dq)), Bounded(dk, abs(dk))
+    relative = _weight_error(case, query, keys)
+    # A weight's error enters by itself and by the mean; the score's gradient is rounded once more.
+    largest = 3 * relative.max(axis=(1, 2), keepdims=True) + 6 * EPS[case.dtype]
+    return tuple(
+        Bounded(right, largest * size + EPS[case.dtype] * abs(right))
+        for right, size in ((dq, size_q), (dk, size_k))
+    )
+
+
+def _gradient_mutation(case: Case):
+    def keys_in_another_order(query, keys, listed, d):
+        turned = (keys[:, ::-1], listed[:, ::-1])
+        dq, dk = xla.gradient(query, *turned, d, scale=SCALE, rank=case["K"])
+        return dq, dk[:, ::-1]
+
+    return keys_in_another_order
+
+
+def _gradient_cost(case: Case) -> Cost:
+    r, n, k, c, rank = (case[letter] for letter in "RNkCK")
+    item = struct(case.dtype, 1).dtype.itemsize
+    flops = 2 * r * n * k * (3 * c + 2 * rank)
+    return Cost(flops, item * r * (2 * k * c + n * (2 * c + rank)))
 
 
 def _cost(case: Case) -> Cost:
@@ -88,6 +141,18 @@ OP = Op(
             by_row=(0, 1, 2),
             row_letter="R",
             draw=_draw,
+        ),
+        Part(
+            "gradient",
+            op.GRADIENT_KINDS,
+            _gradient_inputs,
+            _gradient_run,
+            _gradient_reference,
+            _gradient_cost,
+            _gradient_mutation,
+            by_row=(0, 1, 2, 3),
+            row_letter="R",
+            draw=_gradient_draw,
         ),
     ),
     CASES,

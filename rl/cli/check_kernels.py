@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from glm_jax.errors import GlmError
-from rl.cli.bench import WIDTH
 
 if TYPE_CHECKING:  # importing it would import jax
     from pallas_kernels.check.report import KernelReport, PartReport
+
+WIDTH = 120
+"""Columns of the table, which has four topologies side by side."""
 
 MOST_ERRORS = 12
 """Failures that the table is followed by; the JSON has them all."""
@@ -28,9 +30,9 @@ def kernels(
 ) -> None:
     """Check the kernels on this CPU; exit status 1 if any check fails.
 
-    Every operation: the TPU kernel in interpret mode against its XLA twin in bits; compiled by the
-    real TPU compiler at GLM-5.2's shapes, if libtpu is installed; lowered for an H200. Nothing is
-    timed but the compiler, and no device is used.
+    Every operation: the TPU and the GPU kernel in interpret mode against their XLA twin in bits;
+    compiled by the real TPU compiler at GLM-5.2's shapes, if libtpu is installed; lowered for an
+    H200. Nothing is timed but the compiler, and no device is used.
     """
     # The compiler in libtpu is called directly; jax itself shall look for no TPU.
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -58,7 +60,7 @@ def _print(report: "KernelReport") -> None:
     # A pipe has no width: rich would then fold the lines at 80 columns.
     console = Console(width=max(Console().width, WIDTH), highlight=False)
     table = Table()
-    for header in ("operation", "part", "interpreted"):
+    for header in ("operation", "part", "interpreted", "gpu interpreted"):
         table.add_column(header, no_wrap=True)
     for target in (*report.topologies, "h200"):
         table.add_column(target, justify="right")
@@ -66,8 +68,9 @@ def _print(report: "KernelReport") -> None:
         table.add_row(*_row(part, report.topologies))
     console.print(table)
     console.print(
-        "interpreted: shapes equal to the twin in all bits; a topology: shapes compiled, most MiB "
-        "of VMEM, compile seconds; h200: shapes lowered"
+        "interpreted: shapes equal to the twin in all bits, by the TPU kernel, and by the GPU "
+        "kernel in Mosaic GPU's interpreter; a topology: shapes compiled, most MiB of VMEM, "
+        "compile seconds; h200: shapes lowered, bfloat16 only"
     )
     if not report.topologies:
         console.print(f"TPU {report.tpu}", style="yellow")
@@ -90,7 +93,9 @@ def _row(part: "PartReport", topologies: tuple[str, ...]) -> list[str]:
         done = sum(x.ok for x in found)
         return f"{done} of {len(found)}" if done < len(found) else str(done)
 
-    cells = [part.op, part.part, count(part.interpreted) if part.interpreted else "no kernel"]
+    cells = [part.op, part.part]
+    for found in (part.interpreted, part.gpu_interpreted):
+        cells.append(count(found) if found else "none")
     for target in topologies:
         found = [x for x in part.tpu if x.target == target]
         vmem = max((x.vmem_bytes or 0 for x in found), default=0) / 2**20

@@ -17,6 +17,11 @@ from pallas_kernels.backend import XLA
 from pallas_kernels.cases import spread
 from pallas_kernels.grouped_matmul import grouped_matmul, plan_groups
 from pallas_kernels.grouped_matmul import pallas_tpu as grouped_tpu
+from pallas_kernels.head_logprob import pallas_tpu as head_tpu
+from pallas_kernels.head_logprob import xla as head
+from pallas_kernels.indexer_scores import indexer_scores
+from pallas_kernels.indexer_scores import pallas_tpu as index_tpu
+from pallas_kernels.indexer_scores import shapes as index
 from pallas_kernels.pinned_matmul import Order, pallas_tpu
 from pallas_kernels.pinned_matmul import xla as pinned
 from pallas_kernels.pinned_matmul.op import contract
@@ -64,6 +69,26 @@ def test_the_grouped_product_and_its_weight_gradient_have_none(rng):
     assert n_unequal(got[:29], y[:29]) == 0
     dw = grouped_tpu.weight_gradient(x, dy, w, plan, 8, DETECT, tiles)
     assert n_unequal(dw, back(dy)[1]) == 0
+    assert not races_found()
+
+
+@pytest.mark.slow
+def test_the_head_has_none(rng):
+    hidden, w = (jnp.asarray(spread(rng, s, "float32")) for s in ((20, 300), (300, 384)))
+    targets = jnp.arange(20, dtype=jnp.int32)[:, None]
+    sizes = {"top": 2, "block": 256, "order": ORDER}
+    tiles = head_tpu.Config((16,), 32)
+    got = head_tpu.score(hidden, w, targets, **sizes, interpret=DETECT, config=tiles)
+    assert n_unequal(got, head.score(hidden, w, targets, **sizes)) == 0
+    assert not races_found()
+
+
+@pytest.mark.slow
+def test_the_index_scores_whose_pages_are_copied_while_others_are_scored_have_none(rng):
+    arrays = [jnp.asarray(x) for x in index.OP.parts[0].arrays(index.CASES[0], rng)]
+    arrays.insert(3, jnp.int32(index.LAYER))
+    got = index_tpu.scores(*arrays, DETECT)
+    assert n_unequal(got, indexer_scores(*arrays, implementation=XLA)) == 0
     assert not races_found()
 
 

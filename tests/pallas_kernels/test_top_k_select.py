@@ -2,11 +2,24 @@
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
-from pallas_kernels.top_k_select import mask_to_ids, order_key, select_mask
+from pallas_kernels.backend import GPU, INTERPRET, XLA
+from pallas_kernels.errors import KernelError
+from pallas_kernels.top_k_select import (
+    mask_to_ids,
+    order_key,
+    pallas_tpu,
+    select_mask,
+    top_k_select,
+)
 from pallas_kernels.top_k_select.reference import select_ids_reference
+from pallas_kernels.top_k_select.shapes import OP
+from tests.pallas_kernels.op_suite import FEW_ROWS, OpSuite
+
+CHUNKS = pallas_tpu.Config(8, 128, 8)
 
 INF, NAN = np.inf, np.nan
 S = 37
@@ -42,6 +55,11 @@ SCORES = {
         np.arange(8)[:, None] % 2 == 0, 1.0, rng.standard_normal((8, S))
     ),
 }
+
+
+class TestTopKSelect(OpSuite):
+    op = OP
+    rows = FEW_ROWS
 
 
 @jax.jit
@@ -142,6 +160,57 @@ def test_ids_are_ascending_and_padded_with_the_number_of_keys():
     mask_TS[2] = True
     ids_Tk = np.asarray(mask_to_ids(jnp.asarray(mask_TS), 4))
     assert ids_Tk.tolist() == [[2, 4, 7, 9], [9, 9, 9, 9], [0, 1, 2, 3]]
+
+
+@pytest.fixture(scope="module")
+def by_chunks():
+    """1,100 columns are nine chunks; the 60 that each selects are five, then three, two and one."""
+    return jax.jit(lambda scores_TS: pallas_tpu.select(scores_TS, 60, True, CHUNKS))
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_chunks_are_merged_to_the_selection_of_a_full_sort(name, by_chunks, rng):
+    parts = [SCORES[name](rng) for _ in range(30)]
+    scores_TS = np.concatenate(parts, axis=1)[:, :1100].astype(np.float32)
+    expected = select_ids_reference(scores_TS, 60)
+    np.testing.assert_array_equal(by_chunks(scores_TS), expected)
+    np.testing.assert_array_equal(top_k_select(jnp.asarray(scores_TS), 60), expected)
+
+
+def test_ties_across_chunks_go_to_the_lowest_index(by_chunks):
+    scores_TS = np.zeros((8, 1100), np.float32)
+    scores_TS[:, 1090] = 1.0
+    scores_TS[1, :900] = -np.inf
+    ids_Tk = np.asarray(by_chunks(scores_TS))
+    assert ids_Tk[0].tolist() == [*range(59), 1090]
+    assert ids_Tk[1].tolist() == [*range(900, 959), 1090]
+
+
+@pytest.mark.parametrize("backend", [XLA, INTERPRET], ids=str)
+def test_no_gradient_passes(backend, rng):
+    scores_TS = jnp.asarray(SCORES["random"](rng).astype(np.float32))
+
+    def picked(scores_TS):
+        ids_Tk = top_k_select(scores_TS, 5, implementation=backend)
+        return jnp.take_along_axis(scores_TS, ids_Tk, axis=1).sum()
+
+    marked = np.asarray(jax.grad(picked)(scores_TS))
+    np.testing.assert_array_equal(marked, np.asarray(select_mask(scores_TS, 5)))
+
+
+def test_the_operations_refusals(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    scores_TS = jnp.zeros((2, 300))
+    with pytest.raises(KernelError, match="top_k_select: k 0: must be at least 1"):
+        top_k_select(scores_TS, 0)
+    with pytest.raises(KernelError, match="top_k_select: dtype int32; supported is float32"):
+        top_k_select(scores_TS.astype(jnp.int32), 3)
+    with pytest.raises(KernelError, match="top_k_select: forward has no gpu kernel; it has tpu"):
+        top_k_select(scores_TS, 3, implementation=GPU)
+    with pytest.raises(KernelError, match="k 65 of 300 keys: must be at most half of chunk 128"):
+        pallas_tpu.select(scores_TS, 65, True, CHUNKS)
+    with pytest.raises(KernelError, match=r"needs 2.0 MiB of VMEM, over vmem_mib 1; nearest is ch"):
+        pallas_tpu.select(jnp.zeros((8, 8192)), 3, True, pallas_tpu.Config(8, 8192, 1))
 
 
 def test_refusals():
