@@ -28,6 +28,9 @@ class Completion:
     weight_versions: np.ndarray
     """Version of the weights that made each token `[n]`, int32."""
     finish_reason: FinishReason
+    stale: np.ndarray | None = None
+    """Tokens that were drawn over keys of older weights `[n]`, bool: their log-probabilities are of
+    no one set of weights (switch mode `continue` only)."""
     kept: np.ndarray | None = None
     """Ids that could be sampled, as bits `[n, ceil(V / 32)]`, uint32 (see `Shaping`); None: all."""
     top_ids: np.ndarray | None = None

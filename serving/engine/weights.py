@@ -1,4 +1,4 @@
-"""Refusal of weights that the compiled programs do not fit."""
+"""Weights that requests run on, and the refusal of those that the compiled programs do not fit."""
 
 import dataclasses
 from typing import Any
@@ -9,6 +9,17 @@ from jaxtyping import Array
 from glm_jax.errors import GlmError
 from glm_jax.model import GlmModel
 from glm_jax.params import leaves
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """One set of weights. Samples hold it; it goes when the last of them has."""
+
+    arrays: list[Array]
+    """In the order of the model's structure."""
+    version: int
+    root: bytes
+    """First link of the keys of pages that it computes."""
 
 
 class Layout:

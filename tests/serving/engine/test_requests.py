@@ -112,7 +112,7 @@ def test_kept_keys_of_old_weights_serve_their_own_sample_only():
     running.submit(prompt(40), params())
     running.step()
     running.step()
-    running.set_weights(other, version=9, keep=True)
+    running.set_weights(other, version=9, mode="continue")
     ((got,),) = run_dry(running).values()
     assert running.stats.n_preempted == 0 and set(got.weight_versions.tolist()) == {0, 9}
     after = running.generate([prompt(40)], params())[0][0]
