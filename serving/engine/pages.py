@@ -94,7 +94,7 @@ class PagePool:
         return found
 
     def keep(self, key: bytes, page: int, root: bytes = b"") -> None:
-        """Remembers a whole page of computed tokens; `root` is what its chain of keys began with."""
+        """Remembers a whole page of computed tokens; `root` is the start of its chain of keys."""
         # The same tokens computed twice: the first page stays the known one.
         if page not in self._key_of and key not in self._page_of:
             self._key_of[page], self._page_of[key] = key, page

@@ -109,7 +109,7 @@ class Runner:
     def _run(
         self, function: Any, static: tuple[Any, ...], samples: Sequence[Sample], *args: Any
     ) -> Any:
-        """Runs a program over the samples' weights and the cache; returns its output on the host."""
+        """Runs a program over the samples' weights and the cache; its output is on the host."""
         arrays = samples[0].weights.arrays  # a plan has samples of one set of weights
         executable = self._executable(function, static, arrays, self._cache, *args)
         began = time.perf_counter()
