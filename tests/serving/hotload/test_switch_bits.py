@@ -44,7 +44,7 @@ def run(mode, directory, reset="all", seed=0):
     """Requests with a common prefix, a pool too small for them, and a switch now and then."""
     rng = np.random.default_rng(seed)
     store = DeltaStore(directory / "store", contract=contract().digest, full_every=3)
-    engine = new_engine(n_pages=10)
+    engine = new_engine(n_pages=6)
     follower = Subscriber(engine, model(), store.places.root, directory / "cache", mode=mode)
     common, prompts, done, kinds, version = prompt(20), {}, [], set(), 0
     while engine.busy or version < N_VERSIONS - 1:
