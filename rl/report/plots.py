@@ -86,7 +86,7 @@ PLOTS = (
         (
             ("time/generate", "generate"),
             ("time/update", "update"),
-            ("time/sync", "sync"),
+            *((f"time/{stage}", stage) for stage in STAGES),
             ("time/other", "other"),
         ),
         label="seconds",

@@ -91,7 +91,8 @@ class Subscriber:
         on_event: Callable[[Status], None] = lambda _: None,
     ):
         check_switch(mode, "all")
-        self.mode, self.times = mode, Times()
+        self.mode: SwitchMode = mode
+        self.times = Times()
         self._engine, self._model, self._on_event = engine, model, on_event
         self.source = DeltaStore(source, contract=engine.contract.digest)
         self._local = DeltaStore(cache, contract=engine.contract.digest)
