@@ -161,7 +161,7 @@ class Recipe:
     out: str = ""
     """The run's directory; by default `runs/NAME`, after the recipe's file, mode and seed."""
     sync: Literal["memory", "store"] = "memory"
-    """How weights reach the engine: by reference, or as versions of a store in the run's directory."""
+    """How weights reach the engine: by reference, or as versions of a store in `out`."""
     model: ModelRecipe = ModelRecipe()
     numerics: NumericsRecipe = NumericsRecipe()
     env: EnvRecipe = EnvRecipe()

@@ -12,11 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from rl.report.runs import Run
+from rl.weight_sync import STAGES
 
 INK, FAINT, GRID = "#1f2933", "#66727f", "#e3e8ed"
 COLOURS = ("#1f6feb", "#d9622b")
 """Of the first and the second run: told apart by lightness too, and by the colour-blind."""
-PARTS = ("#1f6feb", "#2a9d8f", "#e9a23b", "#b8c2cc")
+PARTS = ("#1f6feb", "#2a9d8f", "#e9a23b", "#c8553d", "#8e6bbf", "#d98cb3", "#b8c2cc")
 """Of a step's time."""
 
 STYLE: Any = {

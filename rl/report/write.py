@@ -9,6 +9,7 @@ from glm_jax.errors import GlmError
 from rl.report import html
 from rl.report.plots import save_all
 from rl.report.runs import Run, read_run
+from rl.weight_sync import STAGES
 
 REPORT = "report.html"
 
@@ -111,6 +112,9 @@ def _figures(run: Run) -> Iterator[tuple[str, str, str]]:
     tokens, seconds = run.total("tokens/generated"), run.total("time/step")
     yield "tokens generated", "" if tokens is None else f"{tokens:,.0f}", ""
     yield "seconds of RL steps", "" if seconds is None else f"{seconds:,.1f}", ""
+    for stage in ("generate", *STAGES, "update"):
+        spent = run.total(f"time/{stage}")
+        yield f"of them: {stage}", "" if spent is None else f"{spent:,.3g}", "small"
     yield "weights", _digests(run).get("weights at the end", ""), "small mono"
 
 

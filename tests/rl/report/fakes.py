@@ -8,6 +8,7 @@ import numpy as np
 
 from rl.recipe import NumericsRecipe, Recipe
 from rl.run_directory import EVALUATION, METRICS, RECIPE, SAMPLES, SUMMARY, WARM_START
+from rl.weight_sync import STAGES
 
 
 def write_run(path, mode="pinned", n_steps=25, **more):

@@ -1,4 +1,4 @@
-"""Across switches at random moments a token's log-probability is the trainer's under its version."""
+"""Whenever weights switch, a token's log-probability is the trainer's under its version."""
 
 import functools
 
