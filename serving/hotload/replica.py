@@ -25,7 +25,8 @@ class Replica:
         self.name, self.subscriber, self._engine = name, subscriber, engine
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._open: dict[int, tuple[Future, list[Completion], int]] = {}
-        self._stop = threading.Event()
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._ended: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"replica {name}")
         self.error: str | None = None
         """Why the thread ended, if it did by itself."""
@@ -41,7 +42,11 @@ class Replica:
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> "Future[list[Completion]]":
         """Queues a request; the future holds its samples, or the `GlmError` of a bad one."""
         future: Future[list[Completion]] = Future()
-        self._inbox.put((prompt, params, future))
+        with self._lock:
+            if self._ended is None:
+                self._inbox.put((prompt, params, future))
+            else:
+                future.set_exception(self._ended)
         return future
 
     def _run(self) -> None:
@@ -58,6 +63,10 @@ class Replica:
             self.error, reason = f"{type(error).__name__}: {error}", error
         for future, _, _ in self._open.values():
             future.set_exception(reason)
+        with self._lock:
+            self._ended = reason
+            while not self._inbox.empty():
+                self._inbox.get()[2].set_exception(reason)
 
     def _receive(self) -> None:
         while not self._inbox.empty():
