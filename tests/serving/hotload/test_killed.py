@@ -68,9 +68,8 @@ def killed_at(tmp_path, place, left):
     assert all(np.array_equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("place", "left"), [("copy", 1), ("apply", N_TENSORS + 3)])
-def test_a_killed_replica_takes_up_its_cache(tmp_path, place, left):
-    killed_at(tmp_path, place, left)
+def test_a_replica_killed_amid_a_delta_takes_up_its_cache(tmp_path):
+    killed_at(tmp_path, "apply", N_TENSORS + 3)
 
 
 @pytest.mark.slow
