@@ -15,6 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import tuned
 from pallas_kernels.backend import Backend
 from pallas_kernels.errors import KernelError
+from pallas_kernels.pinned_matmul.order import Order
+from pallas_kernels.pinned_matmul.xla import contract
 
 FEWEST_ROWS = 8
 """XLA's CPU backend has another path for a single row, so the twin never sees fewer."""
@@ -116,10 +118,21 @@ def row_sum(x_RD: jax.Array, sum_width: int = 8, sum_pad: int = 64) -> jax.Array
 
     A reduction's order is the compiler's choice; a product's is not (docs/numerics.md).
     """
-    pad = -x_RD.shape[1] % sum_pad
-    x = jnp.pad(x_RD, ((0, 0), (0, pad))) if pad else x_RD
-    ones = jnp.ones((x_RD.shape[1], sum_width), jnp.float32)
-    ones = jnp.pad(ones, ((0, pad), (0, 0))) if pad else ones
-    return jnp.matmul(
-        x, ones, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
+    # Ones as wide as the product is: what runs in a kernel pads nothing.
+    order = Order()
+    ones = jnp.ones((x_RD.shape[1], max(sum_width, order.column_pad)), jnp.float32)
+    return weighted_sums(x_RD, ones, order, sum_pad)[:, :sum_width]
+
+
+def weighted_sums(
+    x_RK: jax.Array, weights_KW: jax.Array, order: Order, sum_pad: int = 64
+) -> jax.Array:
+    """`x @ weights` in f32, `[R, W]`, in the leaves and padded columns of the pinned product.
+
+    A product of 8 columns is not enough: an AMD CPU was seen to compute it in another order below
+    256 rows. K is padded with zeros to a multiple of `sum_pad`.
+    """
+    if pad := -x_RK.shape[1] % sum_pad:
+        x_RK = jnp.pad(x_RK, ((0, 0), (0, pad)))
+        weights_KW = jnp.pad(weights_KW, ((0, pad), (0, 0)))
+    return contract(x_RK, weights_KW, order)

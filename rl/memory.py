@@ -10,6 +10,7 @@ from glm_jax.model import GlmModel
 from glm_jax.numerics.contract import NumericsContract
 from glm_jax.params import leaves, size
 from glm_jax.sizes import cache_bytes, cache_layout
+from glm_jax.training.accumulate import bits
 from rl.recipe import Recipe
 
 
@@ -42,9 +43,10 @@ def needed_bytes(
     cfg, engine, trainer = model.cfg, recipe.engine, recipe.trainer
     n_params = sum(size(variable) for _, variable in leaves(model))
     n_data = max(recipe.sft.batch_size, recipe.rl.problems * recipe.rl.group_size)
-    n_chunks = n_data * -(-engine.capacity // contract.token_leaf)
-    # Weights; f32 masters and two moments; a level of the gradients' tree for each bit of a count.
-    an_element = np.dtype(cfg.dtype).itemsize + 12 + 4 * n_chunks.bit_length()
+    n_chunks = -(-engine.capacity // contract.token_leaf)
+    # Weights; f32 masters and two moments; the last leaf of the gradients' tree and its levels.
+    n_sums = 1 + max(1, bits(n_chunks) + bits(n_data * n_chunks))
+    an_element = np.dtype(cfg.dtype).itemsize + 12 + 4 * n_sums
     a_token = cache_bytes(cfg, cache_layout(cfg))
     # Of each layer the backward reads at least its inputs, queries and the latents it attended.
     n_saved = cfg.num_hidden_layers * (

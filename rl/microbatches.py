@@ -11,6 +11,7 @@ from glm_jax.errors import GlmError
 from glm_jax.head import Shaping
 from glm_jax.numerics.arithmetic import Arithmetic
 from glm_jax.numerics.contract import NumericsContract
+from glm_jax.training.accumulate import bits
 from glm_jax.training.pack import TrainBatch, pack
 from rl.datum import KEPT, Datum
 
@@ -43,6 +44,10 @@ class TrainerConfig:
     def n_chunks(self, contract: NumericsContract) -> int:
         """Chunks of one microbatch; short sequences, with a chunk each, are the worst case."""
         return self.n_slots + self.rows_per_batch // contract.token_leaf
+
+    def room(self, contract: NumericsContract) -> tuple[int, int]:
+        """Bits of the chunks of a sequence, and of the sequences of a step."""
+        return bits(-(-self.max_length // contract.token_leaf)), bits(self.max_chunks)
 
 
 class Microbatch(NamedTuple):
@@ -106,6 +111,7 @@ def microbatches(
     """Packs checked data in the given order: as many into each microbatch as it has room for."""
     shaped = any({"temperature", KEPT} & set(datum.loss_fn_inputs) for datum in data)
     kept = any(KEPT in datum.loss_fn_inputs for datum in data)
+    first = 0
     for numbers in _cut(contract, config, data, order):
         train, rows = pack(
             cfg,
@@ -114,10 +120,12 @@ def microbatches(
             [data[i].targets for i in numbers],
             n_rows=Arithmetic(contract).bucket(config.rows_per_batch),
             max_length=config.max_length,
+            numbers=range(first, first + len(numbers)),
             shaping=[_shaping(cfg, data[i], kept) for i in numbers] if shaped else None,
             n_slots=config.n_slots,
             n_chunks=config.n_chunks(contract),
         )
+        first += len(numbers)
         yield Microbatch(numbers, rows, train)
 
 

@@ -62,7 +62,7 @@ class Trainer:
         self.config = config or TrainerConfig()
         self.cfg, self.version, self.step = model.cfg, 0, 0
         self.model = model
-        self._programs = Programs(model, self.contract, self.config.max_chunks.bit_length())
+        self._programs = Programs(model, self.contract, self.config.room(self.contract))
         self._opt = initial_state({p: x.astype(jnp.float32) for p, x in trained(model).items()})
         self._pending: list[tuple[Datum, np.ndarray]] = []
         self._sum: GradientState | None = None

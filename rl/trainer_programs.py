@@ -16,10 +16,10 @@ from glm_jax.training.pack import TrainBatch
 class Programs:
     """Forward, backward and the sums between; compiled once for all models of one structure."""
 
-    def __init__(self, model: GlmModel, contract: NumericsContract, n_levels: int):
-        """`n_levels`: room for `2^n_levels - 1` chunks in one sum of gradients."""
+    def __init__(self, model: GlmModel, contract: NumericsContract, room: tuple[int, int]):
+        """`room`: bits of the chunks of a sequence, and of the sequences of a step."""
         self._arrays, self._structure = jax.tree.flatten(model)
-        self._contract, self._n_levels = contract, n_levels
+        self._contract, self._room = contract, room
 
     def set_model(self, model: GlmModel) -> None:
         """Takes other values of the same structure."""
@@ -43,7 +43,7 @@ class Programs:
 
     def initial(self) -> GradientState:
         """No gradient yet."""
-        return _initial(self._structure, self._n_levels, self._arrays)
+        return _initial(self._structure, self._room, self._arrays)
 
     def gradients(self, total: GradientState) -> dict[str, Array]:
         """By parameter path, f32."""
@@ -62,8 +62,8 @@ def _backward(structure, contract, arrays, train, saved, d_logprob_T, state):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _initial(structure: Any, n_levels: int, arrays: list[Array]):
-    return training.initial(jax.tree.unflatten(structure, arrays), n_levels)
+def _initial(structure: Any, room: tuple[int, int], arrays: list[Array]):
+    return training.initial(jax.tree.unflatten(structure, arrays), *room)
 
 
 @functools.partial(jax.jit, static_argnums=0)

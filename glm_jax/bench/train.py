@@ -22,7 +22,7 @@ from glm_jax.head import token_logprobs
 from glm_jax.model import GlmModel
 from glm_jax.numerics.arithmetic import Arithmetic
 from glm_jax.sizes import Sizes
-from glm_jax.training import backward
+from glm_jax.training import accumulate, backward
 from glm_jax.training.pack import TrainBatch, pack
 
 PROGRAMS = ("pinned", "native", "native_remat")
@@ -84,7 +84,10 @@ def pinned_program(bench: TrainBench, model: GlmModel) -> Program:
     """
     contract, n = MODES["pinned"](), bench.n_tokens
     train = pack_all(bench, model.cfg)
-    n_levels = int(train.n_chunks).bit_length()
+    room = (
+        accumulate.bits(-(-bench.length // contract.token_leaf)),
+        accumulate.bits(bench.batch),
+    )
     leaves, build = flat(model)
 
     def first(leaves, train: TrainBatch):
@@ -94,7 +97,7 @@ def pinned_program(bench: TrainBench, model: GlmModel) -> Program:
         model = build(leaves)
         valid_T = train.batch.valid_T
         d_logprob_T = jnp.where(valid_T, jnp.float32(-1.0 / n), 0.0)
-        state = backward.initial(model, n_levels)
+        state = backward.initial(model, *room)
         state = backward.backward(model, train, saved, d_logprob_T, state, contract)
         loss = -jnp.sum(jnp.where(valid_T, logprob_T, 0.0), keepdims=True) / n
         return loss, backward.gradients(model, state)

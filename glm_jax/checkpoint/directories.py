@@ -1,4 +1,4 @@
-"""Directories that appear complete or not at all."""
+"""Directories and files that appear complete or not at all."""
 
 import contextlib
 import os
@@ -6,6 +6,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from glm_jax.errors import GlmError
 
@@ -46,6 +47,32 @@ def replace_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_file(target: Path) -> Iterator[BinaryIO]:
+    """Gives an empty file beside `target` that is renamed to it when the block ends well.
+
+    Raises:
+        GlmError: there is something at `target`, or it cannot be written.
+    """
+    target = target.absolute()
+    if target.exists():
+        raise GlmError(f"{target}: exists; give a new name")
+    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(target)
+        _flush(target.parent)
+    except OSError as error:
+        remedy = "give a place that can be written and has room"
+        raise GlmError(f"{target}: cannot be written ({error}); {remedy}") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def check_free(target: Path, *, overwrite: bool, marker: str) -> None:

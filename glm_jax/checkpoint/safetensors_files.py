@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import mmap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ DTYPES: dict[str, np.dtype] = {
         "BOOL": np.bool_,
     }.items()
 }
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 _HEADER_LIMIT = 100_000_000  # bytes, the format's own
 
 
@@ -115,6 +117,45 @@ def open_files(directory: Path, problems: Problems) -> HubFiles:
                 problems.add("tensor not in the index", name, f"in {file}")
                 reported.add(name)
     return HubFiles(tensors=tensors, reported=reported)
+
+
+def open_file(path: Path, problems: Problems) -> dict[str, StoredTensor]:
+    """The sound tensors of one file; what is wrong with the others goes into `problems`."""
+    found = _read_file(path, 0, problems)
+    return found[0] if found is not None else {}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The free texts of a file's header.
+
+    Raises:
+        GlmError: there is no such header, or something else than texts in it.
+    """
+    try:
+        header, _ = _read_header(path)
+        metadata = _no_repeats([x for key, x in header if key == "__metadata__" for x in x])
+        if not all(isinstance(x, str) for x in metadata.values()):
+            raise ValueError("__metadata__ holds other things than texts")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise GlmError(f"{path}: has no usable header ({error}); fetch it again") from error
+    return metadata
+
+
+def file_header(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """What a file begins with; the values follow, contiguous, in the order of the mapping.
+
+    Args:
+        kinds: dtype, as the format writes it, and shape of each tensor.
+    """
+    at = 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, (code, shape) in kinds.items():
+        end = at + math.prod(shape) * DTYPES[code].itemsize
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _read_index(directory: Path, present: set[str]) -> dict[str, str] | None:

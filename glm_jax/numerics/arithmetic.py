@@ -19,6 +19,7 @@ from pallas_kernels.grouped_matmul import GroupPlan, grouped_matmul
 from pallas_kernels.pinned_matmul import Order
 from pallas_kernels.pinned_matmul import pinned_matmul as pinned_kernel
 from pallas_kernels.pinned_matmul import xla as pinned_xla
+from pallas_kernels.rowwise import weighted_sums
 from pallas_kernels.tree import tree_sum
 
 
@@ -70,12 +71,10 @@ class Arithmetic:
     def weighted_sums(self, x_RK: Float[Array, "R K"], weights_KW: np.ndarray) -> Array:
         """`x @ weights` in f32 for constant weights of `sum_width` columns, `[R, sum_width]`.
 
-        K is padded with zeros to a multiple of `sum_pad`: below that the product of so few columns
-        was seen to change with the number of rows.
+        Its order is that of a pinned product, whatever computes those of the weights.
         """
-        pad = -x_RK.shape[1] % self.contract.sum_pad
-        weights = np.pad(weights_KW.astype(np.float32), ((0, pad), (0, 0)))
-        return dot(jnp.pad(x_RK, ((0, 0), (0, pad))), jnp.asarray(weights))
+        weights = jnp.asarray(weights_KW.astype(np.float32))
+        return weighted_sums(x_RK, weights, product_order(self.contract), self.contract.sum_pad)
 
     def matmul_by_head(self, x_RNI: Float[Array, "R N I"], w_NIO: Float[Array, "N I O"]) -> Array:
         """`x[:, n] @ w[n]` for every head, `[R, N, O]`.

@@ -28,6 +28,7 @@ from glm_jax.numerics.contract import NumericsContract
 from glm_jax.numerics.primitives import add_rms_norm
 from glm_jax.params import leaves
 from glm_jax.training import accumulate, experts
+from glm_jax.training.accumulate import Counter
 from glm_jax.training.attention import listed_mask, mix_vjp
 from glm_jax.training.pack import TrainBatch
 from glm_jax.training.tape import Factors, leaf, pull
@@ -59,22 +60,18 @@ class Saved(NamedTuple):
 class BlockState(NamedTuple):
     """Gradient sums of a stack of layers."""
 
-    levels: dict[str, Array]
-    """By parameter path: `[L, n_levels, *shape]`."""
-    experts: dict[str, Array]
-    """Of the routed experts: `[L, E, n_levels, *shape]`; empty in a dense layer."""
-    count_LE: Array
-    """Leaves of each expert so far."""
+    weights: Counter
+    """By parameter path; a place a layer `[L]`."""
+    experts: Counter
+    """Of the routed experts; a place a layer and expert `[L, E]`. Empty in a dense layer."""
 
 
 class GradientState(NamedTuple):
     """Sums of the gradients so far. Start with `initial`, end with `gradients`."""
 
     segments: list[list[BlockState]]
-    head: dict[str, Array]
+    head: Counter
     embed_VD: Float[Array, "V D"]
-    n_chunks: Array
-    """Chunks so far."""
 
 
 def train_forward(
@@ -102,32 +99,30 @@ def train_forward(
     return scores.target_T, Saved(layers, out.taps["model"]["embed"])
 
 
-def initial(model: GlmModel, n_levels: int) -> GradientState:
-    """No gradient yet, with room for `2^n_levels - 1` chunks."""
+def initial(model: GlmModel, chunk_bits: int, sequence_bits: int) -> GradientState:
+    """No gradient yet, with room for `2^sequence_bits` sequences of `2^chunk_bits` chunks."""
+    room = chunk_bits, sequence_bits
     return GradientState(
-        [[_initial(block, n_levels) for block in segment.blocks] for segment in model.segments],
-        {name: accumulate.empty(x.shape, n_levels) for name, x in _head(model).items()},
+        [[_initial(block, room) for block in segment.blocks] for segment in model.segments],
+        accumulate.empty({name: x.shape for name, x in _head(model).items()}, *room),
         jnp.zeros(model.embed.shape, jnp.float32),
-        jnp.int32(0),
     )
 
 
-def _initial(block: Block, n_levels: int) -> BlockState:
+def _initial(block: Block, room: tuple[int, int]) -> BlockState:
     params = _params(block)
-    n_layers = params["input_norm"].shape[0]
-    of_experts: dict[str, Array] = {}
-    count_LE = jnp.zeros((n_layers, 0), jnp.int32)
+    n_layers, n_experts = params["input_norm"].shape[0], 0
+    of_experts: dict[str, tuple[int, ...]] = {}
     if isinstance(block.feed_forward, Moe):
         n_experts = block.cfg.n_routed_experts
-        count_LE = jnp.zeros((n_layers, n_experts), jnp.int32)
         for name, path in EXPERTS.items():
             _, _, rows, *columns = params.pop(path).shape
-            shape = (rows, _product(columns))
-            of_experts[name] = accumulate.empty(shape, n_levels, (n_layers, n_experts))
-    levels = {
-        path: accumulate.empty(x.shape[1:], n_levels, (n_layers,)) for path, x in params.items()
-    }
-    return BlockState(levels, of_experts, count_LE)
+            of_experts[name] = (rows, _product(columns))
+    weights = {path: x.shape[1:] for path, x in params.items()}
+    return BlockState(
+        accumulate.empty(weights, *room, (n_layers,)),
+        accumulate.empty(of_experts, *room, (n_layers, n_experts)),
+    )
 
 
 def trained(model: GlmModel) -> dict[str, Array]:
@@ -142,16 +137,13 @@ def trained(model: GlmModel) -> dict[str, Array]:
 def gradients(model: GlmModel, state: GradientState) -> dict[str, Array]:
     """The summed gradients by parameter path, f32. What no loss reaches is absent."""
     named: dict[str, Array] = {"embed": state.embed_VD}
-    named |= {name: accumulate.total(x, state.n_chunks) for name, x in state.head.items()}
+    named |= accumulate.total(state.head)
     for s, blocks in enumerate(state.segments):
         for b, block in enumerate(blocks):
             lead, params = f"segments.{s}.blocks.{b}.", _params(model.segments[s].blocks[b])
-            for path, levels in block.levels.items():
-                count_L = jnp.full(levels.shape[0], state.n_chunks)
-                named[lead + path] = accumulate.total(levels, count_L)
-            for name, levels in block.experts.items():
-                total = accumulate.total(levels, block.count_LE)
-                named[lead + EXPERTS[name]] = total.reshape(params[EXPERTS[name]].shape)
+            named |= {lead + path: x for path, x in accumulate.total(block.weights).items()}
+            for name, x in accumulate.total(block.experts).items():
+                named[lead + EXPERTS[name]] = x.reshape(params[EXPERTS[name]].shape)
     return named
 
 
@@ -164,7 +156,7 @@ def backward(
     contract: NumericsContract,
 ) -> GradientState:
     """Adds a batch's gradients, given the derivative of the loss by each log-probability."""
-    walk = _Walk(model, train, contract, state.n_chunks)
+    walk = _Walk(model, train, contract)
     last = saved.layers[-1][-1]
     stream = (last["residual"][-1], last["mlp_out"][-1])
     d_stream, head = walk.head(stream, d_logprob_T, state.head)
@@ -180,7 +172,7 @@ def backward(
             model.segments[s], first, saved.layers[s], d_stream, state.segments[s]
         )
     embed_VD = walk.embed(d_stream[0], state.embed_VD)
-    return GradientState(segments, head, embed_VD, state.n_chunks + train.n_chunks)
+    return GradientState(segments, head, embed_VD)
 
 
 def _params(block: Block) -> dict[str, Any]:
@@ -203,8 +195,8 @@ def _product(sizes: list[int]) -> int:
 class _Walk:
     """One backward pass over a batch."""
 
-    def __init__(self, model, train: TrainBatch, contract: NumericsContract, count):
-        self.model, self.train, self.count = model, train, count
+    def __init__(self, model, train: TrainBatch, contract: NumericsContract):
+        self.model, self.train = model, train
         self.cfg, self.contract = model.cfg, contract
         one_size = dataclasses.replace(
             contract,
@@ -258,21 +250,21 @@ class _Walk:
 
         return jax.tree.map(rows, whole, part)
 
-    def sum_leaves(self, factors: dict[str, Factors], params, levels, layer):
+    def sum_leaves(self, factors: dict[str, Factors], params, counter: Counter, layer):
         """Adds a leaf a chunk for each of the named weights of a layer."""
         padded = self.pad(factors)
 
-        def body(i, levels):
+        def body(i, counter):
             parts, _ = self.cut(i, padded)
             new = {
                 path: leaf(part, params[path].shape, path in BY_HEAD)
                 for path, part in parts.items()
             }
-            return accumulate.push(levels, self.count + i, new, (layer,))
+            return accumulate.push(counter, self.train.index_n[i], new, (layer,))
 
-        return lax.fori_loop(0, self.train.n_chunks, body, levels)
+        return lax.fori_loop(0, self.train.n_chunks, body, counter)
 
-    def head(self, stream, d_logprob_T, levels):
+    def head(self, stream, d_logprob_T, counter: Counter):
         """Transposes final norm, head and log-softmax; logits are held for one chunk at a time."""
         params = _head(self.model)
 
@@ -290,7 +282,7 @@ class _Walk:
         padded = self.pad((stream, (self.train.targets_T, self.train.shaping), d_logprob_T))
 
         def body(i, carry):
-            levels, d_rows = carry
+            counter, d_rows = carry
             (rows, given, d_out), mine = self.cut(i, padded)
             d_part, factors = pull(
                 self.contract, lambda ops, r: region(ops, r, given, mine), rows, d_out
@@ -299,13 +291,13 @@ class _Walk:
                 name: leaf(_wide(part), params[name].shape, False)
                 for name, part in zip(HEAD, factors, strict=True)
             }
-            levels = accumulate.push(levels, self.count + i, new)
-            return levels, self.paste(i, d_rows, d_part, mine)
+            counter = accumulate.push(counter, self.train.index_n[i], new)
+            return counter, self.paste(i, d_rows, d_part, mine)
 
         zero = self.pad(jax.tree.map(jnp.zeros_like, stream))
-        levels, d_rows = lax.fori_loop(0, self.train.n_chunks, body, (levels, zero))
+        counter, d_rows = lax.fori_loop(0, self.train.n_chunks, body, (counter, zero))
         n = self.train.batch.n_tokens
-        return jax.tree.map(lambda x: x[:n], d_rows), levels
+        return jax.tree.map(lambda x: x[:n], d_rows), counter
 
     def segment(self, segment, first, saved, d_stream, states):
         """Transposes a segment's layers, last to first."""
@@ -360,9 +352,9 @@ class _Walk:
         d_start, noted = self.pull(project, start, self.angles, (d_query, d_latent))
         factors |= dict(zip(PROJECT, noted, strict=True))
         factors = {path: _wide(part) for path, part in factors.items()}
-        levels = self.sum_leaves(factors, params, state.levels, layer)
+        weights = self.sum_leaves(factors, params, state.weights, layer)
         d_stream = (d_rows[0] + d_start[0], d_rows[1] + d_start[1])
-        return d_stream, state._replace(levels=levels)
+        return d_stream, state._replace(weights=weights)
 
     def feed_forward(self, block: Block, saved, d_out, state: BlockState, layer):
         """Transposes a layer's feed-forward; routed experts add their own leaves."""
@@ -374,15 +366,13 @@ class _Walk:
         d_y, d_gates, rows = experts.rows_vjp(
             feed, self.ops, y_TD, ids_Tk, saved["router_weights"], valid_T, d_out
         )
-        levels, count_LE = experts.push_leaves(
-            rows, self.train, ids_Tk, state.experts, state.count_LE, layer
-        )
+        counter = experts.push_leaves(rows, self.train, ids_Tk, state.experts, layer)
 
         def routed(ops, y_RD, ids_Rk):
             return feed.gates(ops, y_RD, ids_Rk), feed.shared(ops, y_RD)
 
         d_more, noted = self.pull(routed, y_TD, ids_Tk, (d_gates, d_out))
-        state = state._replace(experts=levels, count_LE=count_LE)
+        state = state._replace(experts=counter)
         return d_y + d_more, dict(zip(SPARSE, noted, strict=True)), state
 
     def mixing(self, saved, d_mixed_TNK):

@@ -6,8 +6,8 @@
 
 Expert outputs are not needed: `dg` is taken before the last product. Rows are sorted by expert, in
 the order of the batch within one, so that the rows of a chunk of one sequence lie together. A chunk
-gives a leaf to the experts that it used and to no others: an expert's sum is the tree over its own
-leaves, which no other expert and no packing can change, and an expert without rows costs nothing.
+gives a leaf to the experts that it used and to no others: what is absent from an expert's tree adds
+no node to it, so an expert without rows costs nothing.
 """
 
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from glm_jax.model.moe import Moe, Sorted, add_slots, sort_by_expert, take_rows
 from glm_jax.numerics.arithmetic import Arithmetic
 from glm_jax.numerics.primitives import swiglu
 from glm_jax.training import accumulate
+from glm_jax.training.accumulate import Counter
 from glm_jax.training.pack import TrainBatch
 from glm_jax.training.tape import Factors, leaf
 
@@ -98,21 +99,19 @@ def push_leaves(
     rows: ExpertRows,
     train: TrainBatch,
     ids_Rk: Int[Array, "R k"],
-    levels: dict[str, Array],
-    count_LE: Int[Array, "L E"],
+    counter: Counter,
     layer: Int[Array, ""],
-) -> tuple[dict[str, Array], Array]:
+) -> Counter:
     """Adds one leaf a chunk and expert that it used, chunks ascending.
 
     Args:
         rows: from `rows_vjp` for the whole batch.
         train: gives the chunks.
         ids_Rk: the routes.
-        levels: sums so far, `[L, E, n_levels, *weight]`.
-        count_LE: leaves so far.
+        counter: sums so far, a place a layer and expert `[L, E]`.
         layer: number of the layer among the L.
     """
-    n_experts = count_LE.shape[1]
+    n_experts = counter.last.shape[1]
     mine_RE = jnp.zeros((ids_Rk.shape[0], n_experts), jnp.int32)
     for slot in range(ids_Rk.shape[1]):
         chosen = ids_Rk[:, slot, None] == jnp.arange(n_experts, dtype=ids_Rk.dtype)[None, :]
@@ -128,15 +127,13 @@ def push_leaves(
     pair_p = jnp.argsort(size_p == 0, stable=True)
     n_pairs = jnp.sum(size_p > 0, dtype=jnp.int32)
 
-    def body(i, carry):
-        levels, count_LE = carry
+    def body(i, counter):
         pair = pair_p[i]
         expert = (pair % n_experts).astype(jnp.int32)
         parts = _leaves(rows, row_nE.reshape(-1)[pair], size_p[pair])
-        levels = accumulate.push(levels, count_LE[layer, expert], parts, (layer, expert))
-        return levels, count_LE.at[layer, expert].add(1)
+        return accumulate.push(counter, train.index_n[pair // n_experts], parts, (layer, expert))
 
-    return lax.fori_loop(0, n_pairs, body, (levels, count_LE))
+    return lax.fori_loop(0, n_pairs, body, counter)
 
 
 def _leaves(rows: ExpertRows, start: Array, n: Array) -> dict[str, Array]:

@@ -1,6 +1,7 @@
 """Packing sequences for training, and the canonical order of their chunks."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -13,6 +14,7 @@ from glm_jax.config import GlmConfig
 from glm_jax.errors import GlmError
 from glm_jax.head import Shaping
 from glm_jax.numerics.contract import NumericsContract
+from glm_jax.training.accumulate import CHUNK_BITS, SEQUENCE_BITS
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +31,8 @@ class TrainBatch:
     """Valid rows of each chunk."""
     origin_n: Int[Array, "n"]
     """Row of the first token of the chunk's sequence."""
+    index_n: Int[Array, "n"]
+    """Canonical index of each chunk, ascending: `sequence * 2^13 + chunk`."""
     n_chunks: Int[Array, ""]
     max_length: int = dataclasses.field(metadata={"static": True})
     """Longest sequence that fits (the cache's capacity a slot)."""
@@ -56,6 +60,7 @@ def pack(
     n_rows: int,
     max_length: int,
     placement: Sequence[int] | None = None,
+    numbers: Sequence[int] | None = None,
     shaping: Sequence[Shaping] | None = None,
     n_slots: int | None = None,
     n_chunks: int | None = None,
@@ -71,6 +76,7 @@ def pack(
         max_length: bucket of the longest sequence.
         placement: order in which the sequences are laid out (default: as given). It changes no bit
             of any gradient.
+        numbers: of each sequence among all of the step, ascending (default: from 0 on).
         shaping: for each sequence, the temperatures and kept sets of its positions (host arrays);
             kept sets for all sequences or for none.
         n_slots: sequences that the batch has room for (default: a power of two that suffices).
@@ -83,7 +89,9 @@ def pack(
         GlmError: something does not fit, or lengths differ.
     """
     placement = range(len(sequences)) if placement is None else placement
+    numbers = range(len(sequences)) if numbers is None else numbers
     _check(cfg, sequences, targets, n_rows, max_length, placement)
+    _check_numbers(contract, sequences, numbers)
     ids, positions, slots, scored = (np.zeros(n_rows, np.int32) for _ in range(4))
     valid = np.zeros(n_rows, bool)
     rows: list[slice] = [slice(0)] * len(sequences)
@@ -95,9 +103,9 @@ def pack(
         positions[rows[i]], slots[rows[i]], valid[rows[i]] = np.arange(n), slot, True
         at += n
     chunks = [
-        (first, min(contract.token_leaf, r.stop - first), r.start)
-        for r in rows
-        for first in range(r.start, r.stop, contract.token_leaf)
+        (first, min(contract.token_leaf, r.stop - first), r.start, (number << CHUNK_BITS) + chunk)
+        for number, r in zip(numbers, rows, strict=True)
+        for chunk, first in enumerate(range(r.start, r.stop, contract.token_leaf))
     ]
     # A power of two, so that few shapes are compiled.
     n_chunks = _power_of_two(len(chunks)) if n_chunks is None else n_chunks
@@ -107,12 +115,12 @@ def pack(
             f"sequences: {len(sequences)} in {len(chunks)} chunks do not fit n_slots = {n_slots} "
             f"and n_chunks = {n_chunks}; use more batches"
         )
-    table = np.zeros((n_chunks, 3), np.int32)
+    table = np.zeros((n_chunks, 4), np.int32)
     table[: len(chunks)] = chunks
     batch = TokenBatch(
         jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(slots), jnp.asarray(valid)
     )
-    start, length, origin = map(jnp.asarray, table.T)
+    start, length, origin, index = map(jnp.asarray, table.T)
     count = jnp.asarray(len(chunks), jnp.int32)
     packed = TrainBatch(
         batch,
@@ -120,6 +128,7 @@ def pack(
         start,
         length,
         origin,
+        index,
         count,
         max_length=max_length,
         n_slots=n_slots,
@@ -152,6 +161,23 @@ def _shaping(shaping: Sequence[Shaping], rows: list[slice], n_rows: int) -> Shap
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def _check_numbers(contract, sequences, numbers):
+    room = 1 << SEQUENCE_BITS
+    ascending = all(a < b for a, b in itertools.pairwise(numbers))
+    if len(numbers) != len(sequences) or not ascending or numbers[0] < 0 or numbers[-1] >= room:
+        raise GlmError(
+            f"numbers: {list(numbers)} for {len(sequences)} sequences; give one a sequence, "
+            f"ascending, from 0 to {room - 1}"
+        )
+    longest = contract.token_leaf << CHUNK_BITS
+    for i, sequence in enumerate(sequences):
+        if len(sequence) > longest:
+            raise GlmError(
+                f"sequences[{i}]: {len(sequence)} tokens, a sequence has at most {longest} in "
+                f"{1 << CHUNK_BITS} chunks; raise token_leaf"
+            )
 
 
 def _check(cfg, sequences, targets, n_rows, max_length, placement):

@@ -133,6 +133,55 @@ def log(store: StoreArgument, as_json: JsonOption = False) -> None:
         print(_line(manifest))
 
 
+@app.command()
+def export(
+    store: StoreArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the new file.")],
+    version: VersionOption = None,
+    contract: ContractOption = None,
+) -> None:
+    """Write a delta version as OUT/model.safetensors in Fireworks' arc_v2.
+
+    Prints the fields of a hot-load request that describe it.
+    """
+    from glm_jax.checkpoint.delta.arc_v2 import CHECKSUM_FORMAT, COMPRESSION_FORMAT, write_arc_v2
+
+    chain = _store(store, contract, 1)
+    manifest = chain.manifest(version)
+    if manifest.parent is None:
+        raise GlmError(f"version {manifest.version}: is full, not a delta; glm-jax delta apply it")
+    old, new = chain.open(manifest.parent), chain.open(manifest.version)
+    write_arc_v2(out / "model.safetensors", old, new)
+    fields = {
+        "previous_snapshot_identity": str(manifest.parent),
+        "compression_format": COMPRESSION_FORMAT,
+        "checksum_format": CHECKSUM_FORMAT,
+    }
+    print(json.dumps(fields))
+
+
+@app.command("import")
+def import_(
+    store: StoreArgument,
+    delta: Annotated[
+        Path, typer.Argument(metavar="DELTA", help="Folder of safetensors files in arc_v2.")
+    ],
+    step: Annotated[int | None, typer.Option(help="The trainer's step, recorded.")] = None,
+    contract: ContractOption = None,
+    threads: ThreadsOption = 2,
+) -> None:
+    """Save what Fireworks' arc_v2 makes of the newest version as the next version.
+
+    Nothing is saved unless every checksum agrees.
+    """
+    from glm_jax.checkpoint.delta.arc_v2 import ArcV2
+
+    chain = _store(store, contract, threads)
+    if not (files := sorted(delta.glob("*.safetensors"))):
+        raise GlmError(f"{delta}: holds no safetensors files; give the folder of a delta")
+    print(_line(chain.save(ArcV2(chain.open(), *files), step=step)))
+
+
 def _store(place: str, contract: str | None, threads: int, **options: Any) -> "DeltaStore":
     from glm_jax.checkpoint.delta.store import DeltaStore
 

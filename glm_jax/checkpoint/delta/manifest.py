@@ -14,7 +14,6 @@ from glm_jax.errors import GlmError
 
 FORMAT = "glm-jax weight chain"
 FORMAT_VERSION = 1
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MOST_BYTES = 1 << 60
 
 
@@ -126,7 +125,14 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"parent {manifest.parent} of version {manifest.version}")
     elif manifest.parent is not None:
         raise ValueError("a full version with a parent")
-    for name, entry in manifest.tensors.items():
+    end = 0
+    # Tensors that share bytes would make a small file a large model.
+    for name, entry in sorted(
+        manifest.tensors.items(), key=lambda item: (item[1].offset, item[1].stored)
+    ):
+        if entry.offset < end:
+            raise ValueError(f"tensor {name} overlaps another")
+        end = entry.offset + entry.stored
         if entry.offset + entry.stored > manifest.data_bytes:
             raise ValueError(f"tensor {name} lies beyond the data file")
         if manifest.kind == "full" and entry.stored != entry.n_bytes:

@@ -17,6 +17,7 @@ _HUFFMAN = zstandard.ZstdCompressionParameters(
     write_content_size=0,
     write_checksum=0,
 )
+_MOST_WINDOW = 1 << 23
 
 
 def damaged(reason: str) -> GlmError:
@@ -119,10 +120,12 @@ def decompress(data: bytes | memoryview, n: int) -> bytes:
     """
     try:
         # A frame that declares its size has that much allocated, whatever the limit.
-        if zstandard.frame_content_size(data) not in (-1, n):
+        if (declared := zstandard.frame_content_size(data)) not in (-1, n):
             raise damaged(f"a frame declares a size other than {n}")
+        # One that declares none has its window allocated, up to 128 MiB; ours is far smaller.
+        unpack = zstandard.ZstdDecompressor(max_window_size=0 if declared == n else _MOST_WINDOW)
         # The limit must be above 0; an empty frame passes, a frame of 1 is caught below.
-        out = zstandard.ZstdDecompressor().decompress(data, max_output_size=max(n, 1))
+        out = unpack.decompress(data, max_output_size=max(n, 1))
     except zstandard.ZstdError as error:
         raise damaged(f"{error}") from error
     if len(out) != n:

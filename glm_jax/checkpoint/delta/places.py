@@ -8,6 +8,7 @@ from typing import Any
 from etils import epath
 
 from glm_jax.checkpoint.delta.manifest import Manifest
+from glm_jax.checkpoint.delta.objects import ObjectPath
 from glm_jax.errors import GlmError
 
 MANIFEST, FULL, DELTA = "manifest.json", "model.safetensors", "deltas.bin"
@@ -15,14 +16,16 @@ _MOST_MANIFEST_BYTES = 1 << 30
 
 
 class Places:
-    """Names and files of a store; a local folder, or a URL that etils knows, such as gs://.
+    """Names and files of a store; a local folder, or a URL that fsspec knows, such as s3://.
 
     A version without a manifest is not there: its writer was killed, or it is being removed.
     """
 
     def __init__(self, root: str | os.PathLike[str]):
-        self.root = epath.Path(root)
-        self._local = Path(root) if "://" not in str(root) else None
+        place = str(root).removeprefix("file://")
+        local = "://" not in place
+        self.root: Any = epath.Path(place) if local else ObjectPath.of(place)
+        self._local = Path(place) if local else None
 
     def folder(self, version: int) -> Any:
         """Of a version, whether there or not."""

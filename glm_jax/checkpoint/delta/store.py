@@ -2,21 +2,23 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
 from glm_jax.checkpoint.delta.codec import Level, encode
-from glm_jax.checkpoint.delta.manifest import CODES, Entry, Manifest, digest
+from glm_jax.checkpoint.delta.manifest import Entry, Manifest, digest
 from glm_jax.checkpoint.delta.places import Places, flush
 from glm_jax.checkpoint.delta.snapshot import Snapshot, require_entry
+from glm_jax.checkpoint.safetensors_files import CODES, file_header
 from glm_jax.errors import GlmError
+
+Kinds = dict[str, tuple[str, tuple[int, ...]]]
+"""dtype, as safetensors writes it, and shape of each tensor."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ class DeltaStore:
     fills the disk, the versions before stay whole; the next `save` is then full.
 
     Args:
-        root: a folder, or a URL that etils knows; made on the first save.
+        root: a folder, or a URL that fsspec knows; made on the first save.
         contract: digest of the numerics contract of all weights here; None accepts any.
         full_every: a full version is saved at least this often.
         level: of the codec.
@@ -152,13 +154,11 @@ class DeltaStore:
             GlmError: a dtype that cannot be stored, `old` is not the newest version, or the place
                 cannot be written. The versions before are untouched; the next save is full.
         """
-        for name, array in new.items():
-            if array.dtype not in CODES:
-                raise GlmError(f"{name}: dtype {array.dtype} is none of safetensors'; convert it")
+        kinds = _kinds(new)
         versions = self.versions()
-        parent = None if full else self._parent(new, versions)
+        parent = None if full else self._parent(kinds, versions)
         try:
-            manifest = self._write(new, old, parent, versions, step)
+            manifest = self._write(new, kinds, old, parent, versions, step)
         except BaseException as error:
             self._fault = repr(error)
             if isinstance(error, OSError):
@@ -186,7 +186,7 @@ class DeltaStore:
             self.places.remove(n)
         return gone
 
-    def _parent(self, new: Mapping[str, np.ndarray], versions: list[int]) -> Manifest | None:
+    def _parent(self, kinds: Kinds, versions: list[int]) -> Manifest | None:
         """The manifest of the newest version, if a delta may rest on it."""
         if self._fault or not versions:
             return None
@@ -195,13 +195,13 @@ class DeltaStore:
         except GlmError as error:
             _LOG.warning("the next version is full: %s", error)
             return None
-        kinds = {name: (CODES[x.dtype], x.shape) for name, x in new.items()}
         same = kinds == {name: (x.dtype, x.shape) for name, x in chain[-1].tensors.items()}
         return chain[-1] if same and len(chain) < self.full_every else None
 
     def _write(
         self,
         new: Mapping[str, np.ndarray],
+        kinds: Kinds,
         old: Mapping[str, np.ndarray] | None,
         parent: Manifest | None,
         versions: list[int],
@@ -231,16 +231,16 @@ class DeltaStore:
             tensors={},
         )
         self.places.folder(version).mkdir(parents=True, exist_ok=True)
-        head = _safetensors_header(new) if parent is None else b""
+        head = file_header(kinds) if parent is None else b""
         at, tensors = len(head), {}
         with self.places.data(manifest).open("wb") as file:
             file.write(head)
             for name, (sha256, data) in self._each(new, stored):
                 file.write(data)
-                array = new[name]
+                code, shape = kinds[name]
                 tensors[name] = Entry(
-                    dtype=CODES[array.dtype],
-                    shape=array.shape,
+                    dtype=code,
+                    shape=shape,
                     sha256=sha256,
                     offset=at,
                     stored=len(data),
@@ -270,17 +270,11 @@ class DeltaStore:
                         future.cancel()
 
 
-def _safetensors_header(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Length and header; the values follow in the order of the mapping."""
-    at = 0
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _kinds(arrays: Mapping[str, np.ndarray]) -> Kinds:
+    """One pass: the mapping may make each array when it is asked for."""
+    found = {}
     for name, array in arrays.items():
-        header[name] = {
-            "dtype": CODES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [at, at + array.nbytes],
-        }
-        at += array.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+        if array.dtype not in CODES:
+            raise GlmError(f"{name}: dtype {array.dtype} is none of safetensors'; convert it")
+        found[name] = CODES[array.dtype], array.shape
+    return found

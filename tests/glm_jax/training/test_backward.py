@@ -21,7 +21,9 @@ from tests.glm_jax.models import THREE
 
 CFG = THREE
 LENGTHS = (40, 17, 64, 33)
-MAX_LENGTH, N_ROWS, N_LEVELS = 64, 256, 5
+MAX_LENGTH, N_ROWS = 64, 256
+ROOM = (1, 2)
+"""Two chunks a sequence, four sequences."""
 
 
 @functools.cache
@@ -66,7 +68,8 @@ def run(batches, dtype="float32", model_=None, shapes=None, n_rows=N_ROWS, numer
     """Gradients and logprobs over batches of (sequence numbers, placement)."""
     m, numerics = model_ or model(dtype), numerics or contract()
     sequences, targets, coefficients = data()
-    state, logprobs = backward.initial(m, N_LEVELS), {}
+    state, logprobs = backward.initial(m, *ROOM), {}
+    first = 0
     for numbers, placement in batches:
         train, rows = pack.pack(
             m.cfg,
@@ -76,8 +79,10 @@ def run(batches, dtype="float32", model_=None, shapes=None, n_rows=N_ROWS, numer
             n_rows=n_rows,
             max_length=MAX_LENGTH,
             placement=placement,
+            numbers=range(first, first + len(numbers)),
             shaping=None if shapes is None else [shapes[i] for i in numbers],
         )
+        first += len(numbers)
         # As many slots and chunks in every batch, so that one program serves all.
         train = dataclasses.replace(train, n_slots=4)
         logprob_T, saved = FORWARD(m, train, numerics)
@@ -235,28 +240,83 @@ def test_rows_of_other_sequences_and_padding_do_not_reach_a_gradient():
     d_T = np.full(N_ROWS, np.nan, np.float32)
     d_T[rows[0]] = coefficients[2]
     state = BACKWARD(
-        model(), train, saved, jnp.asarray(d_T), backward.initial(model(), N_LEVELS), contract()
+        model(), train, saved, jnp.asarray(d_T), backward.initial(model(), *ROOM), contract()
     )
     assert same_bits(jax.device_get(backward.gradients(model(), state)), alone)
 
 
-def test_the_counter_adds_like_the_balanced_tree():
-    rng = np.random.default_rng(1)
-    for n in range(1, 14):
-        x = (rng.standard_normal((n, 5)) * np.exp2(rng.integers(-12, 12, (n, 5)))).astype(
-            np.float32
-        )
-        levels = accumulate.empty((5,), 4)
-        for i in range(n):
-            levels = accumulate.push(levels, jnp.int32(i), jnp.asarray(x[i]))
-        level = list(x)
-        while len(level) > 1:
-            level = [
-                level[i] + level[i + 1] if i + 1 < len(level) else level[i]
-                for i in range(0, len(level), 2)
-            ]
-        assert np.array_equal(accumulate.total(levels, jnp.int32(n)), level[0])
-    assert not np.array_equal(np.add.reduce(x, axis=0, dtype=np.float32), level[0])
+PUSH = jax.jit(accumulate.push)
+
+
+def counted(leaves, indices, room=(3, 3)):
+    """Sum of the leaves of some indices, and whether there are any."""
+    counter = accumulate.empty({"w": (5,)}, *room)
+    for i in indices:
+        counter = PUSH(counter, jnp.int32(i), {"w": leaves[i]})
+    value, some = accumulate.partial(counter)
+    return np.asarray(value["w"]), bool(some), np.asarray(accumulate.total(counter)["w"])
+
+
+def sparse_tree(leaves, low, size):
+    """The definition: what is absent adds no node; the earlier half is the left operand."""
+    if size == 1:
+        return leaves.get(low)
+    left = sparse_tree(leaves, low, size // 2)
+    right = sparse_tree(leaves, low + size // 2, size // 2)
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
+def sparse(seed, density):
+    """Leaves of some chunks (up to 8) of some sequences (up to 8), of very different sizes."""
+    rng = np.random.default_rng(seed)
+    every = [(s << accumulate.CHUNK_BITS) + c for s in range(8) for c in range(8)]
+    indices = [i for i in every if rng.random() < density]
+    return {
+        i: (rng.standard_normal(5) * np.exp2(rng.integers(-12, 12, 5))).astype(np.float32)
+        for i in indices
+    }
+
+
+@pytest.mark.parametrize("density", [0.1, 0.5, 1.0])
+def test_the_counter_adds_like_the_sparse_tree(density):
+    leaves = sparse(1, density)
+    value, some, total = counted(leaves, leaves)
+    expected = sparse_tree(leaves, 0, 8 << accumulate.CHUNK_BITS)
+    assert some and value.tobytes() == expected.tobytes() == total.tobytes()
+    if density == 1.0:  # the control
+        chain = np.add.accumulate(list(leaves.values()), axis=0, dtype=np.float32)[-1]
+        assert not np.array_equal(chain, expected)
+
+
+@pytest.mark.parametrize("size", [1 << 12, 1 << 13, 4 << 13])
+def test_aligned_ranges_join_to_the_bits_of_one_counter(size):
+    # Every second range of 2^12 is empty: its partial is the identity.
+    leaves = sparse(2, 0.5)
+    whole = counted(leaves, leaves)[0]
+
+    def of(mine):
+        return counted(leaves, [i for i in leaves if mine(i)])[0]
+
+    def join(low, n):
+        if n == size:
+            return of(lambda i: low <= i < low + n)
+        return join(low, n // 2) + join(low + n // 2, n // 2)
+
+    assert join(0, 8 << 13).tobytes() == whole.tobytes()
+    # The control: two parts that are cut elsewhere.
+    cut = (3 << 13) + 3
+    assert (of(lambda i: i < cut) + of(lambda i: i >= cut)).tobytes() != whole.tobytes()
+
+
+def test_nothing_is_the_identity_and_totals_plus_zero():
+    value, some, total = counted({}, [])
+    assert not some and np.signbit(value).all() and not total.view(np.uint32).any()
+    for x in (np.float32(0.0), np.float32(-0.0), np.float32(3.5)):
+        leaf = {9: np.full(5, x)}
+        assert (counted(leaf, leaf)[0] + value).tobytes() == leaf[9].tobytes()
+        assert (value + counted(leaf, leaf)[0]).tobytes() == leaf[9].tobytes()
 
 
 def test_pack_refuses_what_does_not_fit():
@@ -267,6 +327,7 @@ def test_pack_refuses_what_does_not_fit():
         "raise it": (sequences, targets, sizes | {"max_length": 63}),
         "use more batches": (sequences, targets, sizes | {"n_rows": 128}),
         "no permutation": (sequences, targets, sizes | {"placement": [0, 0, 1, 2]}),
+        "numbers: .* ascending": (sequences, targets, sizes | {"numbers": [0, 2, 1, 3]}),
         "give one a token": (sequences, targets[1:] + targets[:1], sizes),
         "ids must be 0 to 159": (sequences, [t + 100 for t in targets], sizes),
         "needs 40 temperatures above 0": (

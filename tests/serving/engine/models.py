@@ -29,9 +29,6 @@ CFG = preset("tiny").with_overrides(
 """Selection bites from 9 tokens on; the vocabulary is no multiple of a word or a vector."""
 
 PAGE = 16
-import os
-
-TILES = {"row_tiles": (64, 256, 1024)} if os.environ.get("HL_TILES") else {}
 SIZES = {"n_slots": 8, "capacity": 80, "n_pages": 14, "n_rows": 64, "n_steps": 4}
 """All engines of these tests share their programs. The pool is too small for eight long ones."""
 
@@ -40,7 +37,7 @@ FILTERS = {"top_p": 0.9, "top_k": 20, "min_p": 0.02, "min_tokens": 2, "stop_ids"
 
 
 def contract(mode="pinned"):
-    return NumericsContract(mode=mode, key_block=PAGE, token_leaf=32, **TILES)
+    return NumericsContract(mode=mode, key_block=PAGE, token_leaf=32)
 
 
 def changed(model, **changes):

@@ -143,6 +143,11 @@ def test_a_frame_that_declares_or_holds_too_much_is_refused_before_it_is_unpacke
     silent = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(2**20))
     with pytest.raises(GlmError, match="damaged"):
         packing.decompress(silent, 100)
+    options = zstandard.ZstdCompressionParameters(window_log=27, write_content_size=False)
+    wide = zstandard.ZstdCompressor(compression_params=options).compressobj()
+    frame = wide.compress(bytes(100)) + wide.flush()
+    with pytest.raises(GlmError, match="too much memory"):
+        packing.decompress(frame, 100)
 
 
 def test_a_delta_for_another_array_is_named(rng, level):

@@ -151,9 +151,10 @@ def test_a_parent_that_was_replaced_is_noticed(chain):
         (lambda x: x["tensors"]["w"].update(shape=[2**20, 2**20]), r"tensors \['w'\] are not"),
         (lambda x: x["tensors"]["w"].update(dtype="F4"), "is no manifest"),
         (
-            lambda x: x["tensors"].update(more=x["tensors"]["w"]),
+            lambda x: x["tensors"].update(more=x["tensors"]["w"] | {"stored": 0}),
             r"tensors \['more'\] are",
         ),
+        (lambda x: x["tensors"]["norm"].update(offset=0), r"tensor \w+ overlaps"),
         (lambda x: x.update(parent=5), "parent 5 of version 5"),
     ],
 )
@@ -164,6 +165,66 @@ def test_a_manifest_that_lies_is_refused_before_anything_is_read(chain, change, 
         chain.open(5)
 
 
+def remote(monkeypatch, url: str) -> DeltaStore:
+    """A chain in an object store that cannot rename, of versions 0 (full) and 1."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def refused(*_, **__):
+        raise AssertionError("an object store has no atomic rename")
+
+    for method in ("mv", "mv_file", "move", "rename"):
+        monkeypatch.setattr(MemoryFileSystem, method, refused, raising=False)
+    return DeltaStore(url, contract="c1", full_every=3)
+
+
+def test_a_chain_lives_in_an_object_store(monkeypatch, weights):
+    chain = remote(monkeypatch, "memory://bucket/whole")
+    for new in weights[:5]:
+        chain.save(new)
+    assert [chain.manifest(n).kind for n in range(5)] == ["full", "delta", "delta", "full", "delta"]
+    for number in range(5):
+        assert_version(DeltaStore("memory://bucket/whole", contract="c1"), number, weights[number])
+    assert chain.collect(keep=2) == [0, 1, 2] and chain.versions() == [3, 4]
+    with pytest.raises(GlmError, match=r"bucket/whole: has no version 0"):
+        chain.read(0)
+
+
+def test_in_an_object_store_the_manifest_is_last_and_half_a_write_is_no_version(
+    monkeypatch, weights
+):
+    chain = remote(monkeypatch, "memory://bucket/killed")
+    chain.save(weights[0])
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chain.places, "write_manifest", killed)
+    with pytest.raises(KeyboardInterrupt):
+        chain.save(weights[1])
+    assert chain.versions() == [0] and chain.places.leftovers() == [1]
+    again = DeltaStore("memory://bucket/killed", contract="c1")
+    assert_version(again, 0, weights[0])
+    assert again.save(weights[1]).version == 2
+    assert_version(again, 2, weights[1])
+
+
+def test_half_a_manifest_in_a_store_without_atomic_writes_is_refused_and_healed(
+    monkeypatch, weights
+):
+    chain = remote(monkeypatch, "memory://bucket/half")
+    chain.save(weights[0])
+    chain.save(weights[1])
+    path = chain.places.folder(1) / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(GlmError, match=r"is no manifest of a weight chain"):
+        chain.read()
+    assert_version(chain, 0, weights[0])
+    assert chain.save(weights[2]).kind == "full"
+    assert_version(chain, 2, weights[2])
+    with pytest.raises(GlmError, match=r"nosuch://x: cannot be opened"):
+        DeltaStore("nosuch://x")
+
+
 def test_links_out_of_the_store_are_refused(chain, tmp_path):
     outside = tmp_path / "secret"
     data = folder(chain, 5) / "deltas.bin"
@@ -172,6 +233,13 @@ def test_links_out_of_the_store_are_refused(chain, tmp_path):
     os.symlink(outside, data)
     with pytest.raises(GlmError, match="is a link out of the store"):
         chain.open(5)
+    shutil.move(folder(chain, 4), tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", folder(chain, 4))
+    with pytest.raises(GlmError, match=r"manifest.json: is a link out of the store"):
+        chain.open(4)
+    with pytest.raises(GlmError, match="is a link; remove it by hand"):
+        chain.places.remove(4)
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
 
 
 def test_a_full_disk_leaves_the_versions_before_and_heals_with_a_full_one(
