@@ -8,7 +8,7 @@ from glm_jax.checkpoint.delta.manifest import Manifest
 from glm_jax.checkpoint.delta.store import DeltaStore
 from glm_jax.model import GlmModel
 from glm_jax.numerics.contract import NumericsContract
-from serving.hotload import HostArrays
+from glm_jax.checkpoint.delta.host_arrays import HostArrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Publisher:
         newest = max(self.store.versions(), default=None)
         old = None
         if self._last is not None and self._last[0] == newest:
-            old = HostArrays(self._last[1])
-        manifest = self.store.save(HostArrays(model), old, step=version, full=full)
+            old = HostArrays.of(self._last[1])
+        manifest = self.store.save(HostArrays.of(model), old, step=version, full=full)
         self._last = manifest.version, model
         return Published(manifest, time.perf_counter() - began)

@@ -192,7 +192,7 @@ class Engine:
         reset_prompt_cache: ResetPromptCache = "all",
         identity: str = "",
     ) -> None:
-        """Takes other weights, by reference, between two steps.
+        """Takes other weights between two steps: by reference, or from other devices by a copy.
 
         What samples have drawn stays, and each token bears the version of the weights that drew it.
 

@@ -86,12 +86,14 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """Admits what fits and says what to compute; None if there is nothing to do."""
         self._admit()
-        if not self.running:
-            return None
-        group = self._next_group()
-        if all(sample.decodes for sample in group):
-            return self._plan_decoding(group)
-        return Plan(self._plan_spans(group), 0)
+        while self.running:
+            group = self._next_group()
+            decodes = all(sample.decodes for sample in group)
+            plan = self._plan_decoding(group) if decodes else Plan(self._plan_spans(group), 0)
+            if plan.spans:
+                return plan
+            # All of them were preempted, as others hold the pages: it is the others' turn.
+        return None
 
     def _next_group(self) -> list[Sample]:
         """Running samples of one set of weights, since a step has one; sets take turns."""

@@ -23,15 +23,19 @@ class Weights:
 
 
 class Layout:
-    """Config, structure, shapes and dtypes of a model's weights."""
+    """Config, structure, shapes, dtypes and devices of a model's weights."""
 
     def __init__(self, model: GlmModel):
         self.cfg = model.cfg
         self.structure: Any = jax.tree.structure(model)
         self._leaves = _described(model)
+        self._shardings = [x.sharding for x in jax.tree.leaves(model)]
 
     def arrays(self, model: GlmModel) -> list[Array]:
         """The arrays of a model of the same layout, in the order of its structure.
+
+        By reference where they lie on the engine's devices as its own do; others are copied there
+        from device to device.
 
         Raises:
             GlmError: names the first config field or leaf that differs.
@@ -57,7 +61,8 @@ class Layout:
                 "weights: the model's leaves are the engine's, but not its structure; build it "
                 "with GlmModel, without wrappers"
             )
-        return arrays
+        pairs = zip(arrays, self._shardings, strict=True)
+        return [x if x.sharding == own else jax.device_put(x, own) for x, own in pairs]
 
 
 def _described(model: GlmModel) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Weights that change while requests run: followed, verified, applied, switched, over HTTP too."""
 
-from serving.hotload.host_arrays import HostArrays
-from serving.hotload.subscriber import Status, Subscriber
+from serving.hotload.follow import following
+from serving.hotload.status import Status, identity_of
+from serving.hotload.subscriber import Subscriber
 
-__all__ = ["HostArrays", "Status", "Subscriber"]
+__all__ = ["Status", "Subscriber", "following", "identity_of"]

@@ -13,7 +13,7 @@ from glm_jax.errors import GlmError
 from serving.engine import ResetPromptCache
 from serving.hotload.ledger import Ledger
 from serving.hotload.replica import Replica
-from serving.hotload.subscriber import Status
+from serving.hotload.status import identity_of
 
 COMPRESSION, CHECKSUM = "glm_delta", "sha256"
 """Names on the wire of what this project's stores hold."""
@@ -30,6 +30,13 @@ class Deployment:
     ledger: Ledger
     token: str | None = None
     """What callers must bear; None lets anyone call."""
+
+    def __post_init__(self):
+        stores = {str(replica.subscriber.source.places.root) for replica in self.replicas}
+        if len(stores) != 1:
+            raise GlmError(
+                f"replicas: follow {len(stores)} stores {sorted(stores)}; give replicas of one"
+            )
 
 
 class _Body(BaseModel):
@@ -63,11 +70,6 @@ class Hint(_Body):
     """Announces a version."""
 
     identity: str
-
-
-def identity_of(version: int | None) -> str | None:
-    """Name of a version on the wire."""
-    return None if version is None else f"v{version:08d}"
 
 
 def hot_load_router(deployment: Deployment) -> APIRouter:
@@ -117,23 +119,6 @@ def create_app(deployment: Deployment) -> FastAPI:
     return app
 
 
-def recorder(ledger: Ledger, replica: str) -> Any:
-    """For a subscriber's `on_event`: notes each applied version and each failure."""
-
-    def note(status: Status) -> None:
-        failed = status.stage == "failed"
-        ledger.add(
-            {
-                "replica": replica,
-                "identity": identity_of(status.target if failed else status.version),
-                "outcome": "failed" if failed else "applied",
-                "error": status.error if failed else None,
-            }
-        )
-
-    return note
-
-
 def _guard(deployment: Deployment) -> Any:
     expected = None if deployment.token is None else f"Bearer {deployment.token}"
 
@@ -161,7 +146,11 @@ def _known(deployment: Deployment, identity: str) -> int:
             400, f"identity: {identity!r:.60} is none; give a folder's name, v and eight digits"
         )
     version, source = int(match[1]), deployment.replicas[0].subscriber.source
-    if version not in source.versions():
+    try:
+        versions = source.versions()
+    except Exception as error:  # a store's client may raise anything
+        raise HTTPException(503, f"store: cannot be read ({error!r}); try again") from error
+    if version not in versions:
         raise HTTPException(404, f"identity: {identity} is not in the store; publish it first")
     return version
 

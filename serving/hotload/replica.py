@@ -40,7 +40,10 @@ class Replica:
         self._thread.join()
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> "Future[list[Completion]]":
-        """Queues a request; the future holds its samples, or the `GlmError` of a bad one."""
+        """Queues a request; the future holds its samples, or the `GlmError` of a bad one.
+
+        It can be cancelled until the engine has it.
+        """
         future: Future[list[Completion]] = Future()
         with self._lock:
             if self._ended is None:
@@ -66,11 +69,15 @@ class Replica:
         with self._lock:
             self._ended = reason
             while not self._inbox.empty():
-                self._inbox.get()[2].set_exception(reason)
+                future = self._inbox.get()[2]
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(reason)
 
     def _receive(self) -> None:
         while not self._inbox.empty():
             prompt, params, future = self._inbox.get()
+            if not future.set_running_or_notify_cancel():  # from here on it cannot be cancelled
+                continue
             try:
                 number = self._engine.submit(prompt, params)
             except Exception as error:

@@ -1,64 +1,37 @@
 """Follows a store of weight versions for one engine."""
 
-import contextlib
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
-
-import jax
-from flax import nnx
+from typing import NamedTuple
 
 from glm_jax.checkpoint.delta.manifest import Manifest
-from glm_jax.checkpoint.delta.snapshot import Snapshot
 from glm_jax.checkpoint.delta.store import DeltaStore
 from glm_jax.errors import GlmError
 from glm_jax.model import GlmModel
-from glm_jax.params import leaves
 from serving.engine import Engine, ResetPromptCache, SwitchMode
 from serving.engine.switch import check_switch
-from serving.hotload.host_arrays import HostArrays
-from serving.hotload.mirror import forget, mirror, prune
-
-Stage = Literal["idle", "transfer", "apply", "switch", "failed"]
-"""What is done for the version wanted: nothing; it is copied here; rebuilt and verified; waits for
-the end of a step (or, in mode `finish`, of the requests on the weights before the last); given up.
-In any stage the engine goes on with the weights it has."""
+from serving.hotload.mirror import prune
+from serving.hotload.prepare import fetch, rebuild
+from serving.hotload.status import Status, Times
 
 MOST_RESIDENT = 2
 """Sets of weights that the engine computes with at once; one more may wait for its turn."""
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Status:
-    """Where a subscriber is. Versions are those of the store."""
-
-    version: int | None = None
-    """That new requests run on; None: what the engine was made with."""
-    parent: int | None = None
-    """What `version` was a delta on; None for a full one."""
-    target: int | None = None
-    """Version that is being prepared, or that failed."""
-    stage: Stage = "idle"
-    ready: bool = True
-    """Whether the version wanted last is the one that serves."""
-    error: str | None = None
-    """Why `target` was given up."""
+_LOG = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Times:
-    """Seconds of the last switch."""
-
-    transfer: float = 0.0
-    apply: float = 0.0
-    switch: float = 0.0
+class _Wish(NamedTuple):
+    version: int
+    reset: ResetPromptCache = "all"
+    wanted: bool = True
+    """Else it is only announced."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Prepared:
+class _Prepared(NamedTuple):
     model: GlmModel
     manifest: Manifest
     reset: ResetPromptCache
@@ -74,7 +47,8 @@ class Subscriber:
         source: the trainer's store. Its contract must be the engine's.
         cache: a folder for copies, of this subscriber alone.
         mode: what becomes of running requests at a switch.
-        on_event: told of each applied version and each failure, from whichever thread.
+        on_event: told of each applied version and each failure, from whichever thread. What it
+            raises is logged.
 
     Raises:
         GlmError: an unknown mode.
@@ -97,9 +71,11 @@ class Subscriber:
         self.source = DeltaStore(source, contract=engine.contract.digest)
         self._local = DeltaStore(cache, contract=engine.contract.digest)
         self._manifest: Manifest | None = None
-        self._status, self._prepared = Status(), None
-        self._queue: list[tuple[int, ResetPromptCache, bool]] = []
         self._changed = threading.Condition()
+        # All below is written under that lock. While a version that is wanted is at work, none is
+        # prepared, so what the worker reads of `_model` and `_manifest` cannot change.
+        self._status, self._prepared = Status(), None
+        self._queue: list[_Wish] = []
         self._worker: threading.Thread | None = None
 
     @property
@@ -108,22 +84,24 @@ class Subscriber:
         return self._status
 
     def request(self, version: int, reset_prompt_cache: ResetPromptCache = "all") -> None:
-        """Asks for a version; returns at once. One asked for later takes the place of those before.
+        """Asks for a version; returns at once. One asked for later takes the place of all before.
 
         Raises:
             GlmError: an unknown `reset_prompt_cache`.
         """
         check_switch(self.mode, reset_prompt_cache)
         with self._changed:
-            self._queue = [(version, reset_prompt_cache, True)]
-            self._prepared = None
+            self._queue, self._prepared = [_Wish(version, reset_prompt_cache)], None
             self._set(target=version, stage="transfer", ready=False, error=None)
             self._start()
 
     def hint(self, version: int) -> None:
-        """Announces a version: it is copied here, and no more is done; returns at once."""
+        """Announces a version: it is copied here, and no more is done; returns at once.
+
+        What goes wrong is logged: the same is said in `status` once the version is asked for.
+        """
         with self._changed:
-            self._queue.append((version, "all", False))
+            self._queue.append(_Wish(version, wanted=False))
             self._start()
 
     def wait(self, seconds: float | None = None) -> Status:
@@ -142,35 +120,44 @@ class Subscriber:
             resident = len(self._engine.versions)
             if prepared is None or (self.mode == "finish" and resident >= MOST_RESIDENT):
                 return False
-            self._prepared, manifest, began = None, prepared.manifest, time.perf_counter()
+            self._prepared = None
             try:
-                self._engine.set_weights(
-                    prepared.model,
-                    token_version(manifest),
-                    mode=self.mode,
-                    reset_prompt_cache=prepared.reset,
-                    identity=manifest.sha256,
-                )
-            except GlmError as error:
-                self._fail(manifest.version, error)
-                return False
-            self._model, self._manifest = prepared.model, manifest
-            seconds = time.perf_counter() - began
-            self.times = dataclasses.replace(prepared.times, switch=seconds)
-            # Another may be wanted by now.
-            if self._status.target == manifest.version:
-                self._set(stage="idle", ready=True, target=None)
-            self._set(version=manifest.version, parent=manifest.parent)
-        self._on_event(self._status)
-        return True
+                self._hand_over(prepared)
+                done = True
+            except Exception as error:  # whatever it is, the old weights serve on
+                self._give_up(prepared.manifest.version, error)
+                done = False
+            status = self._status
+        self._tell(status)
+        return done
+
+    def _hand_over(self, prepared: _Prepared) -> None:
+        manifest, began = prepared.manifest, time.perf_counter()
+        self._engine.set_weights(
+            prepared.model,
+            token_version(manifest),
+            mode=self.mode,
+            reset_prompt_cache=prepared.reset,
+            identity=manifest.sha256,
+        )
+        self._model, self._manifest = prepared.model, manifest
+        self.times = dataclasses.replace(prepared.times, switch=time.perf_counter() - began)
+        self._set(
+            version=manifest.version, parent=manifest.parent, stage="idle", ready=True, target=None
+        )
 
     def _set(self, **changes) -> None:
         self._status = dataclasses.replace(self._status, **changes)
 
-    def _fail(self, version: int, error: BaseException) -> None:
+    def _give_up(self, version: int, error: BaseException) -> None:
         text = str(error) if isinstance(error, GlmError) else f"{type(error).__name__}: {error}"
         self._set(target=version, stage="failed", ready=False, error=text)
-        self._on_event(self._status)
+
+    def _tell(self, status: Status) -> None:
+        try:
+            self._on_event(status)
+        except Exception:  # a full disk under a ledger, say, must stop neither thread
+            _LOG.exception("on_event raised")
 
     def _start(self) -> None:
         if self._worker is None:
@@ -184,82 +171,53 @@ class Subscriber:
                     self._worker = None
                     self._changed.notify_all()
                     return
-                version, reset, wanted = self._queue.pop(0)
+                wish = self._queue.pop(0)
             try:
-                prepared = self._prepare(version, reset, wanted)
+                prepared = self._prepare(wish)
             except Exception as error:  # whatever it is, the old weights serve on
-                with self._changed:
-                    if wanted and not self._superseded():
-                        self._fail(version, error)
+                self._failed(wish, error)
                 continue
             with self._changed:
-                if wanted and not self._superseded():
-                    self._prepared = prepared
-                    done = prepared is None
-                    self._set(
-                        stage="idle" if done else "switch",
-                        ready=done,
-                        target=None if done else version,
-                    )
+                if not self._is_current(wish):
+                    continue
+                self._prepared = prepared
+                if prepared is None:  # it serves already
+                    self._set(stage="idle", ready=True, target=None)
+                else:
+                    self._set(stage="switch")
 
-    def _superseded(self) -> bool:
-        return any(wanted for _, _, wanted in self._queue)
+    def _failed(self, wish: _Wish, error: Exception) -> None:
+        if not wish.wanted:
+            _LOG.warning("version %d was announced and cannot be copied: %s", wish.version, error)
+            return
+        with self._changed:
+            if not self._is_current(wish):
+                return
+            self._give_up(wish.version, error)
+            status = self._status
+        self._tell(status)
 
-    def _prepare(self, version: int, reset: ResetPromptCache, wanted: bool) -> _Prepared | None:
+    def _is_current(self, wish: _Wish) -> bool:
+        """Whether this is what was asked for last."""
+        return wish.wanted and not any(other.wanted for other in self._queue)
+
+    def _prepare(self, wish: _Wish) -> _Prepared | None:
         """The version in fresh buffers; None if it is only to be copied, or serves already."""
-        held, began = HostArrays(self._model), time.perf_counter()
-        if wanted:
+        began = time.perf_counter()
+        if wish.wanted:
             prune(self._local)
-        chain = mirror(self.source, self._local, version, held.require_same_tensors)
+        chain = fetch(self.source, self._local, wish.version, self._model)
         copied = time.perf_counter()
-        if not wanted or (self._manifest and self._manifest.sha256 == chain[-1].sha256):
+        if not wish.wanted or (self._manifest and self._manifest.sha256 == chain[-1].sha256):
             return None
-        self._set(stage="apply")
-        try:
-            model = self._rebuilt(chain, held)
-        except BaseException:
-            forget(self._local, chain)  # the copy may be what is damaged
-            raise
+        with self._changed:
+            if self._is_current(wish):
+                self._set(stage="apply")
+        model = rebuild(self._local, chain, self._model, self._manifest)
         times = Times(transfer=copied - began, apply=time.perf_counter() - copied)
-        return _Prepared(model=model, manifest=chain[-1], reset=reset, times=times)
-
-    def _rebuilt(self, chain: list[Manifest], held: HostArrays) -> GlmModel:
-        """Fresh arrays of the last of a chain, from what is held where the chain contains that."""
-        base = None
-        for i, manifest in enumerate(chain):
-            if self._manifest is not None and manifest.sha256 == self._manifest.sha256:
-                chain, base = chain[i:], held
-                break
-        snapshot = Snapshot(self._local.places, chain, base)
-        model = nnx.clone(self._model)
-        for path, variable in leaves(model):
-            variable.set_value(jax.device_put(snapshot[path], variable[...].sharding))
-        return model
+        return _Prepared(model, chain[-1], wish.reset, times)
 
 
 def token_version(manifest: Manifest) -> int:
     """The version that tokens bear: the trainer's step, where it was recorded."""
     return manifest.version if manifest.step is None else manifest.step
-
-
-@contextlib.contextmanager
-def following(subscriber: Subscriber, seconds: float = 1.0):
-    """Within it, the newest version of the store is asked for as soon as it appears."""
-    stop = threading.Event()
-
-    def follow() -> None:
-        last = None
-        while not stop.wait(seconds):
-            with contextlib.suppress(OSError):
-                newest = max(subscriber.source.versions(), default=None)
-                if newest is not None and newest != last:
-                    subscriber.request(newest)
-                    last = newest
-
-    thread = threading.Thread(target=follow, daemon=True, name="follow")
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()

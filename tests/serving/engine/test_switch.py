@@ -1,13 +1,26 @@
 """A switch of weights: which request goes on with which, and which kept pages go."""
 
+import jax
+import numpy as np
 import pytest
 
 from glm_jax.errors import GlmError
-from tests.serving.engine.models import changed, model, new_engine, params, prompt, run_dry
+from serving.engine.pages import PagePool
+from serving.engine.sample import Sample
+from serving.engine.scheduler import Scheduler
+from serving.engine.weights import Weights
+from tests.serving.engine.models import bits, changed, model, new_engine, params, prompt, run_dry
 
 
 def other():
     return changed(model(), embed=lambda x: x * 1.5)
+
+
+def queued(number, root):
+    """A sample of 3 tokens on weights of its own."""
+    start, weights = np.arange(3, dtype=np.int32) + number, Weights([], number, root)
+    more = {"index": 0, "params": params(), "prompt": start, "stream": None, "weights": weights}
+    return Sample(request=number, arrival=number, **more)
 
 
 def test_a_request_ends_on_the_weights_it_started_with_and_frees_them():
@@ -54,6 +67,39 @@ def test_new_session_keeps_the_pages_of_requests_that_go_on():
     assert engine._scheduler.pool._key_of
     engine.set_weights(model(), 2, mode="recompute", reset_prompt_cache="all")
     assert not engine._scheduler.pool._key_of
+
+
+def test_weights_come_by_reference_or_from_another_device():
+    engine, weights = new_engine(), other()
+    engine.set_weights(weights, 1)
+    pairs = list(zip(engine._weights.arrays, jax.tree.leaves(weights), strict=True))
+    assert all(ours is theirs for ours, theirs in pairs)
+    expected = engine.generate([prompt(9)], params())[0][0]
+    elsewhere = jax.device_put(weights, jax.devices()[1])
+    engine.set_weights(elsewhere, 2)
+    assert {x.sharding for x in engine._weights.arrays} == {x.sharding for x, _ in pairs}
+    assert {x.sharding for x in jax.tree.leaves(elsewhere)}.isdisjoint({pairs[0][0].sharding})
+    assert bits(engine.generate([prompt(9)], params())[0][0]) == bits(expected)
+
+
+def test_where_the_last_of_some_weights_gives_up_its_pages_the_others_go_on():
+    pool = PagePool(3, 4)
+    scheduler = Scheduler(pool, n_slots=2, n_rows=16, n_steps=1)
+    samples = [queued(i, weights) for i, weights in enumerate((b"old", b"new"))]
+    scheduler.add(samples[0])
+    scheduler.plan()
+    scheduler.computed(samples[0], 3)
+    scheduler.add(samples[1])
+    samples[0].tokens.append(1)
+    moved = []
+    for _ in range(4):
+        plan = scheduler.plan()
+        moved.append([span.sample.arrival for span in plan.spans])
+        for sample, _, last in plan.spans:
+            scheduler.computed(sample, last)
+            sample.tokens.append(1)
+    assert scheduler.n_preempted == 1 and [] not in moved
+    assert moved == [[1], [0], [0], [0]]
 
 
 def test_unknown_modes_are_refused_by_name():

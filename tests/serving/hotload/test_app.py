@@ -8,11 +8,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from glm_jax.checkpoint.delta.store import DeltaStore
-from serving.hotload import HostArrays, Subscriber
-from serving.hotload.app import PATH, Deployment, create_app, recorder
+from glm_jax.checkpoint.delta.host_arrays import HostArrays
+from serving.hotload import Subscriber, following
+from serving.hotload.app import PATH, Deployment, create_app
 from serving.hotload.ledger import Ledger
 from serving.hotload.replica import Replica
-from serving.hotload.subscriber import following
 from tests.serving.engine.models import bits, changed, contract, model, new_engine, params, prompt
 
 LEDGER = "/v1/accounts/me/deployments/policy/ledger"
@@ -21,7 +21,7 @@ HEADERS = {"authorization": "Bearer key", "fireworks-deployment": "accounts/me/d
 
 def publish(store, step, **more):
     weights = changed(model(), embed=lambda x: x * (1 + step / 16))
-    return store.save(HostArrays(weights), step=step, **more)
+    return store.save(HostArrays.of(weights), step=step, **more)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def setup(tmp_path):
                 model(),
                 tmp_path / "store",
                 tmp_path / name,
-                on_event=recorder(ledger, name),
+                on_event=ledger.recorder(name),
             )
             replicas.append(stack.enter_context(Replica(name, engine, follower)))
         deployment = Deployment("me", "policy", replicas, ledger, token="key")

@@ -10,7 +10,8 @@ import pytest
 
 from glm_jax.checkpoint.delta.store import DeltaStore
 from glm_jax.params import leaves
-from serving.hotload import HostArrays, Subscriber
+from glm_jax.checkpoint.delta.host_arrays import HostArrays
+from serving.hotload import Subscriber
 from tests.conftest import ROOT
 from tests.serving.engine.models import changed, contract, model, new_engine
 
@@ -40,7 +41,7 @@ for version in (0, 1):
     follower.wait()
     assert follower.switch(), follower.status
 """
-N_TENSORS = len(HostArrays(model()))
+N_TENSORS = len(HostArrays.of(model()))
 PLACES = {"copy": 2, "apply": 2 * N_TENSORS}
 
 
@@ -52,8 +53,8 @@ def killed_at(tmp_path, place, left):
     """Kills a replica that follows a full version and a delta; then another takes its cache."""
     store = DeltaStore(tmp_path / "store", contract=contract().digest)
     if not store.versions():
-        store.save(HostArrays(later(1)), step=1)
-        store.save(HostArrays(later(2)), step=2)
+        store.save(HostArrays.of(later(1)), step=1)
+        store.save(HostArrays.of(later(2)), step=2)
     args = [str(tmp_path / "store"), str(tmp_path / "cache"), place, str(left)]
     command = [sys.executable, "-c", CHILD, *args]
     child = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True)

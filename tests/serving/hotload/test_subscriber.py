@@ -10,7 +10,8 @@ import pytest
 
 from glm_jax.checkpoint.delta.store import DeltaStore
 from glm_jax.params import leaves
-from serving.hotload import HostArrays, Subscriber, mirror, subscriber
+from glm_jax.checkpoint.delta.host_arrays import HostArrays
+from serving.hotload import Subscriber, mirror, subscriber
 from tests.serving.engine.models import bits, changed, contract, model, new_engine, params, prompt
 
 
@@ -21,7 +22,7 @@ def weights(step):
 
 
 def publish(store, step, **more):
-    return store.save(HostArrays(weights(step)), step=step, **more)
+    return store.save(HostArrays.of(weights(step)), step=step, **more)
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 
 from glm_jax.checkpoint.delta.store import DeltaStore
 from glm_jax.training import backward, pack
-from serving.hotload import HostArrays, Subscriber
+from glm_jax.checkpoint.delta.host_arrays import HostArrays
+from serving.hotload import Subscriber
 from tests.serving.engine.models import (
     CFG,
     changed,
@@ -53,7 +54,7 @@ def run(mode, directory, reset="all", seed=0):
             prompts[engine.submit(start, params(max_tokens=24, seed=len(prompts)))] = start
         if version < N_VERSIONS - 1 and rng.random() < 0.3 and follower.status.stage != "switch":
             version += 1
-            manifest = store.save(HostArrays(weights(version)), step=version)
+            manifest = store.save(HostArrays.of(weights(version)), step=version)
             kinds.add(manifest.kind)
             follower.request(manifest.version, reset)
             follower.wait()
