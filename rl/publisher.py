@@ -4,11 +4,11 @@ import dataclasses
 import os
 import time
 
+from glm_jax.checkpoint.delta.host_arrays import HostArrays
 from glm_jax.checkpoint.delta.manifest import Manifest
 from glm_jax.checkpoint.delta.store import DeltaStore
 from glm_jax.model import GlmModel
 from glm_jax.numerics.contract import NumericsContract
-from glm_jax.checkpoint.delta.host_arrays import HostArrays
 
 
 @dataclasses.dataclass(frozen=True)

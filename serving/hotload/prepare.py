@@ -13,9 +13,7 @@ from glm_jax.params import leaves
 from serving.hotload.mirror import forget, mirror
 
 
-def fetch(
-    source: DeltaStore, local: DeltaStore, version: int, model: GlmModel
-) -> list[Manifest]:
+def fetch(source: DeltaStore, local: DeltaStore, version: int, model: GlmModel) -> list[Manifest]:
     """Copies a version, and those it rests on, if their tensors are the model's.
 
     Returns:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from glm_jax.checkpoint.delta.store import DeltaStore
 from glm_jax.checkpoint.delta.host_arrays import HostArrays
+from glm_jax.checkpoint.delta.store import DeltaStore
 from serving.hotload import Subscriber, following
 from serving.hotload.app import PATH, Deployment, create_app
 from serving.hotload.ledger import Ledger

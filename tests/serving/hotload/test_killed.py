@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
+from glm_jax.checkpoint.delta.host_arrays import HostArrays
 from glm_jax.checkpoint.delta.store import DeltaStore
 from glm_jax.params import leaves
-from glm_jax.checkpoint.delta.host_arrays import HostArrays
 from serving.hotload import Subscriber
 from tests.conftest import ROOT
 from tests.serving.engine.models import changed, contract, model, new_engine

@@ -8,9 +8,9 @@ import re
 import numpy as np
 import pytest
 
+from glm_jax.checkpoint.delta.host_arrays import HostArrays
 from glm_jax.checkpoint.delta.store import DeltaStore
 from glm_jax.params import leaves
-from glm_jax.checkpoint.delta.host_arrays import HostArrays
 from serving.hotload import Subscriber, mirror, subscriber
 from tests.serving.engine.models import bits, changed, contract, model, new_engine, params, prompt
 
@@ -97,7 +97,8 @@ def damage_contract(store, tmp_path):
 def damage_tensors(store, tmp_path):
     manifest = store.manifest(1)
     tensors = dict(manifest.tensors)
-    tensors["surplus"] = dataclasses.replace(tensors["embed"], shape=(1 << 30, 1 << 20))
+    huge = {"shape": (1 << 30, 1 << 20), "offset": manifest.data_bytes, "stored": 0}
+    tensors["surplus"] = dataclasses.replace(tensors["embed"], **huge)
     store.places.write_manifest(dataclasses.replace(manifest, tensors=tensors))
 
 

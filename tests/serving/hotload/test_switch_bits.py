@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from glm_jax.checkpoint.delta.host_arrays import HostArrays
 from glm_jax.checkpoint.delta.store import DeltaStore
 from glm_jax.training import backward, pack
-from glm_jax.checkpoint.delta.host_arrays import HostArrays
 from serving.hotload import Subscriber
 from tests.serving.engine.models import (
     CFG,
