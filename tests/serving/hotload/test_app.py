@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 
 from glm_jax.checkpoint.delta.host_arrays import HostArrays
 from glm_jax.checkpoint.delta.store import DeltaStore
+from glm_jax.errors import GlmError
 from serving.hotload import Subscriber, following
 from serving.hotload.app import PATH, Deployment, create_app
 from serving.hotload.ledger import Ledger
@@ -115,6 +116,45 @@ def test_a_follower_asks_for_new_versions_by_itself(setup):
         until(client, serves("v00000000"))
         publish(store, 2)
         until(client, serves("v00000001"))
+
+
+def test_replicas_of_two_stores_are_no_deployment(setup, tmp_path):
+    _, replicas, _ = setup
+    stray = Subscriber(new_engine(), model(), tmp_path / "elsewhere", tmp_path / "c")
+    for wrong in ([], [replicas[0], Replica("c", new_engine(), stray)]):
+        with pytest.raises(GlmError, match=f"replicas: follow {len(wrong)} stores"):
+            Deployment("me", "policy", wrong, Ledger(tmp_path / "other.jsonl"))
+
+
+def test_a_store_that_cannot_be_read_is_said_to_be_so(setup, monkeypatch):
+    _, replicas, client = setup
+
+    def unreachable():
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(replicas[0].subscriber.source, "versions", unreachable)
+    answer = client.post(PATH, json={"identity": "v00000000"})
+    assert answer.status_code == 503 and "no route" in answer.text
+
+
+def test_bad_and_cancelled_requests_harm_no_replica(setup):
+    _, replicas, _ = setup
+    replica = replicas[0]
+    with pytest.raises(GlmError, match="outside the vocabulary"):
+        replica.submit([1 << 20], params()).result(60)
+    for _ in range(20):  # some are cancelled while they wait, of others it is too late
+        future = replica.submit(prompt(9), params())
+        assert future.cancel() or future.result(60)
+    assert replica.submit(prompt(9), params()).result(60) and replica.error is None
+
+
+def test_a_line_that_was_cut_spoils_no_other(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.add({"n": 1})
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write('{"n": 2, "out')
+    ledger.add({"n": 3})
+    assert [record["n"] for record in ledger.records()] == [1, 3]
 
 
 @pytest.mark.parametrize(

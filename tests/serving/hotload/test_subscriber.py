@@ -3,15 +3,18 @@
 import dataclasses
 import errno
 import functools
+import logging
 import re
+import threading
 
 import numpy as np
 import pytest
 
 from glm_jax.checkpoint.delta.host_arrays import HostArrays
 from glm_jax.checkpoint.delta.store import DeltaStore
+from glm_jax.errors import GlmError
 from glm_jax.params import leaves
-from serving.hotload import Subscriber, mirror, subscriber
+from serving.hotload import Subscriber, following, mirror, prepare, subscriber
 from tests.serving.engine.models import bits, changed, contract, model, new_engine, params, prompt
 
 
@@ -169,3 +172,94 @@ def test_finish_waits_while_two_sets_of_weights_are_resident(tmp_path):
     while len(engine.versions) == subscriber.MOST_RESIDENT:
         engine.step()
     assert follower.switch() and engine.versions == [2]
+
+
+def test_requests_run_to_their_end_while_a_version_is_applied(pair, monkeypatch):
+    store, follower, _ = pair
+    applying, go_on = threading.Event(), threading.Event()
+
+    class Held(prepare.Snapshot):
+        def __getitem__(self, name):
+            applying.set()
+            assert go_on.wait(60)
+            return super().__getitem__(name)
+
+    monkeypatch.setattr(prepare, "Snapshot", Held)
+    follower.request(0)
+    assert applying.wait(60) and follower.status.stage == "apply"
+    (completion,) = follower._engine.generate([prompt(15)], params())[0]
+    assert set(completion.weight_versions.tolist()) == {0} and not follower.switch()
+    go_on.set()
+    assert follower.wait().stage == "switch" and follower.switch()
+    (completion,) = follower._engine.generate([prompt(15)], params())[0]
+    assert set(completion.weight_versions.tolist()) == {1}
+
+
+def test_a_request_amid_an_apply_takes_its_place_and_leaves_no_trace(pair, monkeypatch):
+    store, follower, events = pair
+    publish(store, 2)
+    rebuild = prepare.rebuild
+
+    def asked_meanwhile(local, chain, *more):
+        if chain[-1].version == 0:
+            follower.request(1)
+            raise GlmError("of a version that nobody wants any more")
+        return rebuild(local, chain, *more)
+
+    monkeypatch.setattr(subscriber, "rebuild", asked_meanwhile)
+    assert switched(follower, 0)
+    assert [event.version for event in events] == [1] and follower.status.error is None
+
+
+def test_an_engine_that_refuses_a_version_keeps_the_old_one(pair, monkeypatch):
+    _, follower, events = pair
+
+    def refuses(*_, **__):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(follower._engine, "set_weights", refuses)
+        assert not switched(follower, 0)
+    assert follower.status.error == "RuntimeError: out of memory" and events[-1].stage == "failed"
+    assert follower._engine.version == 0 and follower.status.version is None
+    assert switched(follower, 0) and follower._engine.version == 1
+
+
+def test_a_listener_that_raises_stops_nothing(pair, caplog):
+    store, follower, _ = pair
+
+    def full(status):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    follower._on_event = full
+    assert not switched(follower, 7) and follower.status.error
+    assert switched(follower, 0) and follower.status.ready
+    assert caplog.text.count("on_event raised") == 2
+
+
+def test_a_hint_of_what_cannot_be_copied_is_logged_and_changes_no_status(pair, caplog):
+    _, follower, events = pair
+    follower.hint(7)
+    assert follower.wait() == subscriber.Status() and not events
+    assert "version 7 was announced and cannot be copied" in caplog.text
+
+
+def test_a_follower_outlives_a_store_that_cannot_be_read(pair, monkeypatch, caplog):
+    _, follower, events = pair
+    versions, calls = follower.source.versions, []
+
+    def unreachable():
+        calls.append(0)
+        if len(calls) < 4:
+            raise ConnectionError("no route")
+        return versions()
+
+    monkeypatch.setattr(follower.source, "versions", unreachable)
+    with following(follower, 0.01):
+        while follower.status.stage != "switch":
+            threading.Event().wait(0.01)
+    assert follower.switch() and [event.version for event in events] == [0]
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert [r.getMessage() for r in warnings] == [
+        "the store cannot be read: ConnectionError('no route')"
+    ]
