@@ -1,14 +1,20 @@
 """How a run's engine comes by the trainer's weights: by reference, or through a store."""
 
+import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from glm_jax.checkpoint.delta.manifest import Manifest
 from glm_jax.errors import GlmError
 from glm_jax.model import GlmModel
+from rl.hotload_client import HotLoadClient
 from rl.publisher import Publisher
 from serving.engine import Engine
 from serving.hotload import Subscriber
+
+_LOG = logging.getLogger(__name__)
 
 STAGES = ("encode", "transfer", "apply", "switch")
 """Parts of a hand-over; a run measures the seconds of each."""
@@ -62,17 +68,51 @@ class StoreSync:
 
     def __call__(self, model: GlmModel, version: int) -> dict[str, float]:
         """See `Sync`. A delta that cannot be used is followed by a full version, once."""
-        published = self._publisher.publish(model, version)
-        encode = published.seconds
-        if not self._arrived(published.manifest.version):
-            published = self._publisher.publish(model, version, full=True)
-            encode += published.seconds
-            if not self._arrived(published.manifest.version):
-                raise GlmError(f"sync: {self._subscriber.status.error}")
+        encode = _published(self._publisher, model, version, self._load)
         self._publisher.store.collect(1)
         return {"encode": encode, **vars(self._subscriber.times)}
 
-    def _arrived(self, version: int) -> bool:
-        self._subscriber.request(version)
+    def _load(self, manifest: Manifest) -> None:
+        self._subscriber.request(manifest.version)
         self._subscriber.wait()
-        return self._subscriber.switch()
+        if not self._subscriber.switch():
+            raise GlmError(f"sync: {self._subscriber.status.error}")
+
+
+class FleetSync:
+    """Published to a store that replicas elsewhere follow, and loaded on all of them over HTTP.
+
+    Args:
+        publisher: of the store that the replicas read.
+        client: of their deployment.
+        keep: versions that stay in the store, with those that they rest on.
+    """
+
+    def __init__(self, publisher: Publisher, client: HotLoadClient, *, keep: int = 2):
+        self._publisher, self._client, self._keep = publisher, client, keep
+        self._replicas: list[dict[str, Any]] = []
+
+    def __call__(self, model: GlmModel, version: int) -> dict[str, float]:
+        """See `Sync`; the seconds of the slowest replica. As `StoreSync` after a failure."""
+        encode = _published(self._publisher, model, version, self._load)
+        self._publisher.store.collect(self._keep)
+        each = [replica["seconds"] for replica in self._replicas]
+        return {"encode": encode, **{x: max(s[x] for s in each) for x in STAGES[1:]}}
+
+    def _load(self, manifest: Manifest) -> None:
+        self._replicas = self._client.load(manifest)
+
+
+def _published(
+    publisher: Publisher, model: GlmModel, version: int, load: Callable[[Manifest], Any]
+) -> float:
+    """Publishes and loads; if that fails, once more as a full version. Seconds of encoding."""
+    published = publisher.publish(model, version)
+    try:
+        load(published.manifest)
+    except GlmError as error:
+        _LOG.warning("version %d goes out again, whole: %s", version, error)
+        again = publisher.publish(model, version, full=True)
+        load(again.manifest)
+        return published.seconds + again.seconds
+    return published.seconds

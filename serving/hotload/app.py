@@ -184,8 +184,10 @@ def _replica(replica: Replica) -> dict[str, Any]:
         "loading_state": {
             "stage": status.stage,
             "target_snapshot_identity": identity_of(status.target),
-            "error": status.error or replica.error,
+            "error": status.error,
         },
+        "seconds": vars(replica.subscriber.times),
+        "ended": replica.error,
         "transition": replica.subscriber.mode,
         "loaded_adapters": [],
     }

@@ -175,7 +175,7 @@ def test_finish_waits_while_two_sets_of_weights_are_resident(tmp_path):
 
 
 def test_requests_run_to_their_end_while_a_version_is_applied(pair, monkeypatch):
-    store, follower, _ = pair
+    _, follower, _ = pair
     applying, go_on = threading.Event(), threading.Event()
 
     class Held(prepare.Snapshot):
@@ -226,7 +226,7 @@ def test_an_engine_that_refuses_a_version_keeps_the_old_one(pair, monkeypatch):
 
 
 def test_a_listener_that_raises_stops_nothing(pair, caplog):
-    store, follower, _ = pair
+    _, follower, _ = pair
 
     def full(status):
         raise OSError(errno.ENOSPC, "No space left on device")
