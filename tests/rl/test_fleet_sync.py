@@ -1,4 +1,4 @@
-"""Replicas behind a server follow a trainer; a version that one cannot use goes out again, whole."""
+"""Replicas behind a server follow a trainer; what one cannot use goes out again, whole."""
 
 import contextlib
 import threading
@@ -105,7 +105,7 @@ def test_what_goes_wrong_on_the_way_is_named(fleet):
     with pytest.raises(GlmError, match="replica a: RuntimeError: lost"):
         client.load(manifest)
     client._headers["authorization"] = "Bearer other"
-    with pytest.raises(GlmError, match="status 401.*bearer token"):
+    with pytest.raises(GlmError, match=r"status 401.*bearer token"):
         client.hint(manifest)
     with pytest.raises(GlmError, match=r"url: 'file:///etc' is neither"):
         HotLoadClient("file:///etc", "policy")
