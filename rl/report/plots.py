@@ -182,10 +182,23 @@ def _stack(axes: Axes, plot: Plot, runs: Sequence[Run]) -> bool:
             below, drawn = below + values, True
     if drawn:
         axes.legend(fontsize=9, ncols=4, loc="upper right")
-        axes.margins(y=0.18)
+        axes.margins(y=0.3)
+        _cut(axes, [run.series("time/step")[1] for run in runs])
         if len(runs) > 1:
             axes.set_title(f"left {runs[0].name}, right {runs[1].name}", loc="right", fontsize=8.5)
     return drawn
+
+
+def _cut(axes: Axes, wholes: Sequence[Any]) -> None:
+    """Lets first bars that are far the longest (they compile) end at the frame; says their length."""
+    rest = max((whole[1:].max() for whole in wholes if whole.size > 1), default=0.0)
+    cut = [f"{whole[0]:.3g} s" for whole in wholes if whole.size and whole[0] > 3 * rest > 0]
+    if cut:
+        axes.set_ylim(0, 1.6 * rest)
+        axes.annotate(
+            f"first step, which compiles: {' and '.join(cut)}", (0.98, 0.72),
+            xycoords="axes fraction", ha="right", fontsize=8.5, color=FAINT,
+        )  # fmt: skip
 
 
 def save_all(runs: Sequence[Run], directory: Path) -> list[str]:
