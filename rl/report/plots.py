@@ -190,7 +190,7 @@ def _stack(axes: Axes, plot: Plot, runs: Sequence[Run]) -> bool:
 
 
 def _cut(axes: Axes, wholes: Sequence[Any]) -> None:
-    """Lets first bars that are far the longest (they compile) end at the frame; says their length."""
+    """Lets a first bar that is far the longest (it compiles) end at the frame; says its length."""
     rest = max((whole[1:].max() for whole in wholes if whole.size > 1), default=0.0)
     cut = [f"{whole[0]:.3g} s" for whole in wholes if whole.size and whole[0] > 3 * rest > 0]
     if cut:
