@@ -14,6 +14,10 @@ _EXCEPTION_BITS = 14.0
 """About what an exceptional step costs: where it is among the changes, and what it is."""
 
 
+_REPEAT, _REMEMBERED, _REPEAT_BITS = 7, 4096, 5.0
+"""zstd's shortest match and table of places (see `packing`); about what a chance match loses."""
+
+
 class Kind(enum.IntEnum):
     """How the changes of a class are written."""
 
@@ -71,8 +75,8 @@ def choose(n: int, m: int, n_big: int, values: np.ndarray) -> Kind:
     costs = {
         Kind.GAPS: _entropy(changed) * 1.01 + exceptions,
         Kind.BITS: max(_entropy(changed) * 1.02, n / 8) + exceptions,
-        Kind.NIBBLES: _huffman(pairs) + nibbles[-1] * width,
-        Kind.BYTES: _huffman(counts) + counts[ESCAPE] * width,
+        Kind.NIBBLES: _huffman(pairs) + _repeats(pairs) + nibbles[-1] * width,
+        Kind.BYTES: _huffman(counts) + _repeats(counts) + counts[ESCAPE] * width,
     }
     return min(costs, key=costs.__getitem__)
 
@@ -81,6 +85,13 @@ def _entropy(counts: np.ndarray) -> float:
     """Bits of so many symbols of each kind."""
     some = counts[counts > 0]
     return float((some * np.log2(some.sum() / some)).sum())
+
+
+def _repeats(counts: np.ndarray) -> float:
+    """Bits that zstd loses where it takes chance repeats of 7 bytes for structure."""
+    n = float(counts.sum())
+    chance = min(1.0, min(n, _REMEMBERED) * float(((counts / n) ** 2).sum()) ** _REPEAT)
+    return n * chance / (1 + _REPEAT * chance) * _REPEAT_BITS
 
 
 def _huffman(counts: np.ndarray) -> float:
