@@ -73,10 +73,11 @@ def choose(n: int, m: int, n_big: int, values: np.ndarray) -> Kind:
     nibbles = np.append(counts[:NIBBLE_ESCAPE], counts[NIBBLE_ESCAPE:].sum())
     pairs = np.multiply.outer(nibbles, nibbles).reshape(-1) / (2 * n)
     costs = {
-        Kind.GAPS: _entropy(changed) * 1.01 + exceptions,
+        # Gaps are geometric; two of them are equal by chance m / (2 n - m).
+        Kind.GAPS: _entropy(changed) * 1.01 + _repeats(m, m / (2 * n - m)) + exceptions,
         Kind.BITS: max(_entropy(changed) * 1.02, n / 8) + exceptions,
-        Kind.NIBBLES: _huffman(pairs) + _repeats(pairs) + nibbles[-1] * width,
-        Kind.BYTES: _huffman(counts) + _repeats(counts) + counts[ESCAPE] * width,
+        Kind.NIBBLES: _huffman(pairs) + _repeats(n / 2, _alike(pairs)) + nibbles[-1] * width,
+        Kind.BYTES: _huffman(counts) + _repeats(n, _alike(counts)) + counts[ESCAPE] * width,
     }
     return min(costs, key=costs.__getitem__)
 
@@ -87,11 +88,19 @@ def _entropy(counts: np.ndarray) -> float:
     return float((some * np.log2(some.sum() / some)).sum())
 
 
-def _repeats(counts: np.ndarray) -> float:
-    """Bits that zstd loses where it takes chance repeats of 7 bytes for structure."""
-    n = float(counts.sum())
-    chance = min(1.0, min(n, _REMEMBERED) * float(((counts / n) ** 2).sum()) ** _REPEAT)
+def _repeats(n: float, alike: float) -> float:
+    """Bits that zstd loses where it takes chance repeats of 7 bytes for structure.
+
+    Args:
+        n: bytes.
+        alike: chance that two of them are equal.
+    """
+    chance = min(1.0, min(n, _REMEMBERED) * alike**_REPEAT)
     return n * chance / (1 + _REPEAT * chance) * _REPEAT_BITS
+
+
+def _alike(counts: np.ndarray) -> float:
+    return float(((counts / counts.sum()) ** 2).sum())
 
 
 def _huffman(counts: np.ndarray) -> float:
