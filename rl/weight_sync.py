@@ -1,4 +1,4 @@
-"""How a run's engine comes by the trainer's weights: by reference, or through a store."""
+"""How engines come by the trainer's weights: by reference, through a store, or over HTTP too."""
 
 import logging
 import time

@@ -54,6 +54,8 @@ class Event:
     """Number of the sample."""
     token_ids: np.ndarray
     """New ids, int32."""
+    version: int
+    """Of the weights that made them: a step is of one set."""
     text: str | None
     """New text; what could begin a stop string or a character waits for the next event."""
     completion: Completion | None

@@ -159,6 +159,7 @@ class Sample:
             request=self.request,
             index=self.index,
             token_ids=np.asarray(self.tokens[len(self.tokens) - n_new :], np.int32),
+            version=self.weights.version,
             text=text,
             completion=completion,
         )

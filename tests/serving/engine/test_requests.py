@@ -92,11 +92,12 @@ def test_new_weights_are_used_at_once_and_each_token_bears_its_version():
     other = changed(model(), embed=lambda x: x * 1.5)
     running = new_engine()
     running.submit(prompt(21), params())
-    running.step()
-    running.step()
+    events = [*running.step(), *running.step()]
     running.set_weights(other, version=9)
-    ((got,),) = run_dry(running).values()
-    versions = got.weight_versions.tolist()
+    while running.busy:
+        events += running.step()
+    got, versions = events[-1].completion, events[-1].completion.weight_versions.tolist()
+    assert versions == [event.version for event in events for _ in event.token_ids]
     assert versions == sorted(versions) and set(versions) == {0, 9}
     first = versions.index(9)
     assert got.token_ids[:first].tolist() == alone("own", 21).token_ids[:first].tolist()
