@@ -16,6 +16,7 @@ from rl.recipe import LAST_DEMONSTRATION, Recipe
 from rl.rollout import Generator, Rollout, roll_out
 from rl.run_directory import DROPPED, EVALUATION, METRICS, SAMPLES, WARM_START, RunDirectory
 from rl.schedule import learning_rate
+from rl.weight_sync import MemorySync, Sync
 from serving.engine import EngineStats, SamplingParams
 
 FIRST_PROBLEM = LAST_DEMONSTRATION
@@ -89,7 +90,10 @@ class Loop:
         engine: Engine,
         directory: RunDirectory,
         display: Display,
+        sync: Sync | None = None,
     ):
+        """`sync` hands weights over; by reference if None."""
+        self.sync: Sync = sync or MemorySync(engine)
         self.recipe, self.environment = recipe, environment
         self.trainer, self.engine = trainer, engine
         self.directory, self.display = directory, display
@@ -105,7 +109,7 @@ class Loop:
         self._restore()
         while self.progress.sft < self.recipe.sft.steps:
             self._named("supervised", self.progress.sft, self._sft_step)
-        self.engine.set_weights(self.trainer.model, self.trainer.version)
+        self.sync(self.trainer.model, self.trainer.version)
         if self.progress.rl == 0:
             self._evaluate_once()
         while self.progress.rl < self.recipe.rl.steps:
@@ -190,7 +194,7 @@ class Loop:
         generated = time.perf_counter()
         metrics |= self._update(rollout, step)
         updated = time.perf_counter()
-        self.engine.set_weights(self.trainer.model, self.trainer.version)
+        stages = self.sync(self.trainer.model, self.trainer.version)
         synced = time.perf_counter()
         self.progress = Progress(self.progress.sft, step + 1)
         record = {
@@ -202,6 +206,7 @@ class Loop:
             "time/generate": generated - began,
             "time/update": updated - generated,
             "time/sync": synced - updated,
+            **{f"time/{stage}": seconds for stage, seconds in stages.items()},
             "time/step": time.perf_counter() - began,
         }
         self.directory.append(METRICS, record)

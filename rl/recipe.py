@@ -160,6 +160,8 @@ class Recipe:
     seed: int = bounded(0, least=0)
     out: str = ""
     """The run's directory; by default `runs/NAME`, after the recipe's file, mode and seed."""
+    sync: Literal["memory", "store"] = "memory"
+    """How weights reach the engine: by reference, or as versions of a store in `out`."""
     model: ModelRecipe = ModelRecipe()
     numerics: NumericsRecipe = NumericsRecipe()
     env: EnvRecipe = EnvRecipe()
@@ -209,7 +211,7 @@ def read_recipe(
     return recipe if recipe.out else dataclasses.replace(recipe, out=_default_out(path, recipe))
 
 
-FREE_KEYS = ("out", "checkpoint.every", "checkpoint.keep")
+FREE_KEYS = ("out", "sync", "checkpoint.every", "checkpoint.keep")
 """Keys that no number of a run depends on."""
 
 

@@ -10,13 +10,14 @@ from glm_jax.model import GlmModel
 from glm_jax.numerics.contract import NumericsContract
 from rl.display import Display
 from rl.envs import Environment
-from rl.loop import Engine, Loop, Trainer
+from rl.loop import Loop, Trainer
 from rl.memory import require_memory
 from rl.recipe import Recipe
 from rl.report import write_report
 from rl.run_directory import EVALUATION, METRICS, RunDirectory
 from rl.trainer import Trainer as GlmTrainer
 from rl.trainer import TrainerConfig
+from rl.weight_sync import MemorySync, StoreSync, Sync
 from serving.engine import Engine as GlmEngine
 
 
@@ -44,7 +45,8 @@ def run(recipe: Recipe, *, environment: Environment | None = None) -> dict[str, 
         if directory.summary is None:
             trainer = make_trainer(recipe, environment, contract)
             engine = make_engine(recipe, environment, trainer, contract, display)
-            Loop(recipe, environment, trainer, engine, directory, display).run()
+            sync = make_sync(recipe, trainer, engine, directory)
+            Loop(recipe, environment, trainer, engine, directory, display, sync).run()
             save_hub(trainer.model, directory.path / "model", overwrite=True, contract=contract)
             environment.tokenizer.save(directory.path / "model")
             directory.write_summary(summarise(directory, trainer, contract))
@@ -84,7 +86,7 @@ def make_engine(
     trainer: Trainer,
     contract: NumericsContract,
     display: Display,
-) -> Engine:
+) -> GlmEngine:
     """An engine that starts with the trainer's weights."""
     return GlmEngine(
         trainer.model,
@@ -94,6 +96,15 @@ def make_engine(
         on_compile=display.note,
         **dataclasses.asdict(recipe.engine),
     )
+
+
+def make_sync(
+    recipe: Recipe, trainer: GlmTrainer, engine: GlmEngine, directory: RunDirectory
+) -> Sync:
+    """How the engine comes by the trainer's weights, which it has already at the start."""
+    if recipe.sync == "memory":
+        return MemorySync(engine)
+    return StoreSync(engine, trainer.model, directory.path / "weights")
 
 
 def summarise(

@@ -12,11 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from rl.report.runs import Run
+from rl.weight_sync import STAGES
 
 INK, FAINT, GRID = "#1f2933", "#66727f", "#e3e8ed"
 COLOURS = ("#1f6feb", "#d9622b")
 """Of the first and the second run: told apart by lightness too, and by the colour-blind."""
-PARTS = ("#1f6feb", "#2a9d8f", "#e9a23b", "#b8c2cc")
+PARTS = ("#1f6feb", "#2a9d8f", "#e9a23b", "#c8553d", "#8e6bbf", "#d98cb3", "#b8c2cc")
 """Of a step's time."""
 
 STYLE: Any = {
@@ -86,7 +87,7 @@ PLOTS = (
         (
             ("time/generate", "generate"),
             ("time/update", "update"),
-            ("time/sync", "sync"),
+            *((f"time/{stage}", stage) for stage in STAGES),
             ("time/other", "other"),
         ),
         label="seconds",
@@ -181,10 +182,23 @@ def _stack(axes: Axes, plot: Plot, runs: Sequence[Run]) -> bool:
             below, drawn = below + values, True
     if drawn:
         axes.legend(fontsize=9, ncols=4, loc="upper right")
-        axes.margins(y=0.18)
+        axes.margins(y=0.3)
+        _cut(axes, [run.series("time/step")[1] for run in runs])
         if len(runs) > 1:
             axes.set_title(f"left {runs[0].name}, right {runs[1].name}", loc="right", fontsize=8.5)
     return drawn
+
+
+def _cut(axes: Axes, wholes: Sequence[Any]) -> None:
+    """Lets a first bar that is far the longest (it compiles) end at the frame; says its length."""
+    rest = max((whole[1:].max() for whole in wholes if whole.size > 1), default=0.0)
+    cut = [f"{whole[0]:.3g} s" for whole in wholes if whole.size and whole[0] > 3 * rest > 0]
+    if cut:
+        axes.set_ylim(0, 1.6 * rest)
+        axes.annotate(
+            f"first step, which compiles: {' and '.join(cut)}", (0.98, 0.72),
+            xycoords="axes fraction", ha="right", fontsize=8.5, color=FAINT,
+        )  # fmt: skip
 
 
 def save_all(runs: Sequence[Run], directory: Path) -> list[str]:

@@ -1,14 +1,17 @@
 """Writes the report of a run, and the comparison of two."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from glm_jax.errors import GlmError
 from rl.report import html
 from rl.report.plots import save_all
 from rl.report.runs import Run, read_run
+from rl.weight_sync import STAGES
 
 REPORT = "report.html"
 
@@ -59,6 +62,7 @@ def _report(run: Run, pictures: list[str]) -> Iterator[str]:
     )
     yield html.tiles((what, value, kind) for what, value, kind in _figures(run) if value)
     yield html.section("Curves", html.plots(pictures))
+    yield html.section("Seconds by stage", html.table(*_seconds([run]), numbers=1))
     yield html.section("Steps", html.steps_table(run))
     yield html.section("Sample completions", html.samples_table(run))
     yield html.section("Digests", html.table(["what", "digest"], _digests(run).items(), 2))
@@ -78,6 +82,7 @@ def _comparison(runs: tuple[Run, Run], pictures: list[str]) -> Iterator[str]:
     ]
     yield html.section("Side by side", html.table_of_cells(["", *names], rows, numbers=1))
     yield html.section("Curves", html.plots(pictures))
+    yield html.section("Seconds by stage", html.table(*_seconds(runs), numbers=1))
     digests = [_digests(run) for run in runs]
     rows = ([what, *(d.get(what, "") for d in digests)] for what in digests[0] | digests[1])
     yield html.section("Digests", html.table(["what", *names], rows, 3))
@@ -89,6 +94,22 @@ def _comparison(runs: tuple[Run, Run], pictures: list[str]) -> Iterator[str]:
         kind = "" if _same(runs, key) else "differs"
         rows.append([(key, ""), *((run.recipe.get(key, ""), kind) for run in runs)])
     yield html.section("Recipes", html.table_of_cells(["key", *names], rows, 3))
+
+
+def _seconds(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Where the time of RL steps went: headings and rows. The first step compiles, so medians."""
+    headings = ["stage"]
+    for run in runs:
+        before = f"{run.name}: " if len(runs) > 1 else ""
+        headings += [f"{before}all steps", f"{before}median step"]
+    rows = []
+    for stage in ("generate", *STAGES, "update", "step"):
+        each = [run.series(f"time/{stage}")[1] for run in runs]
+        cells = [(f"{s.sum():,.3f}", f"{np.median(s):.4f}") if s.size else ("", "") for s in each]
+        if any(s.size for s in each):
+            name = "whole step" if stage == "step" else stage
+            rows.append([name, *(cell for pair in cells for cell in pair)])
+    return headings, rows
 
 
 def _same(runs: tuple[Run, Run], key: str) -> bool:

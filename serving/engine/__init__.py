@@ -4,5 +4,14 @@ from serving.engine.engine import Engine
 from serving.engine.request import Completion, Event
 from serving.engine.sampling_params import SamplingParams
 from serving.engine.stats import EngineStats
+from serving.engine.switch import ResetPromptCache, SwitchMode
 
-__all__ = ["Completion", "Engine", "EngineStats", "Event", "SamplingParams"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineStats",
+    "Event",
+    "ResetPromptCache",
+    "SamplingParams",
+    "SwitchMode",
+]

@@ -6,19 +6,22 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from glm_jax.cache import LatentCache
 from glm_jax.errors import GlmError
 from glm_jax.model import GlmModel
 from glm_jax.numerics.contract import NumericsContract
-from serving.engine.pages import PagePool
+from serving.engine.pages import PagePool, root_key
 from serving.engine.request import Completion, Event, FinishReason, check
 from serving.engine.runner import Runner
 from serving.engine.sample import Sample
 from serving.engine.sampling_params import SamplingParams
 from serving.engine.scheduler import Plan, Scheduler, Span
 from serving.engine.stats import EngineStats
+from serving.engine.switch import ResetPromptCache, SwitchMode, check_switch, switch
 from serving.engine.text import Decoder, TextStream
+from serving.engine.weights import Weights
 
 
 class Engine:
@@ -69,7 +72,8 @@ class Engine:
         if n_pages is None:
             n_pages = n_slots * -(-capacity // contract.key_block)
         self.cfg, self.contract, self.capacity = model.cfg, contract, capacity
-        self.tokenizer, self.version = tokenizer, version
+        self._n_weights = 0
+        self.tokenizer = tokenizer
         self._runner = Runner(
             model,
             lambda: LatentCache.empty(
@@ -80,6 +84,7 @@ class Engine:
             n_steps=n_steps,
             on_compile=on_compile,
         )
+        self._weights = self._weights_of(self._runner.arrays(model), version, "")
         pool = PagePool(n_pages, contract.key_block)
         self._scheduler = Scheduler(pool, n_slots=n_slots, n_rows=n_rows, n_steps=n_steps)
         self._requests: dict[int, list[Sample]] = {}
@@ -98,6 +103,17 @@ class Engine:
             compile_seconds=times.compile_seconds,
             device_seconds=times.device_seconds,
         )
+
+    @property
+    def version(self) -> int:
+        """Of the weights that new requests run on."""
+        return self._weights.version
+
+    @property
+    def versions(self) -> list[int]:
+        """Of all weights that are resident: the newest, and those that open requests end on."""
+        samples = [sample for samples in self._requests.values() for sample in samples]
+        return sorted(w.version for w in {self._weights, *(s.weights for s in samples)})
 
     @property
     def busy(self) -> bool:
@@ -172,32 +188,40 @@ class Engine:
         version: int,
         *,
         contract: NumericsContract | None = None,
-        keep: bool = False,
+        mode: SwitchMode = "recompute",
+        reset_prompt_cache: ResetPromptCache = "all",
+        identity: str = "",
     ) -> None:
-        """Takes other weights, by reference, and forgets all kept pages.
+        """Takes other weights between two steps: by reference, or from other devices by a copy.
 
-        Running samples go on: what they have drawn stays, and each token bears the version of the
-        weights that drew it. Their cached keys were computed by the old weights; they are computed
-        again, so that new tokens have the log-probabilities of the new weights.
+        What samples have drawn stays, and each token bears the version of the weights that drew it.
 
         Args:
             model: the weights.
             version: their number.
             contract: numerics that they were made for, if the engine's must be the same.
-            keep: go on with the old keys instead: cheaper, but the log-probabilities of running
-                samples are then of no one set of weights (until a preemption recomputes them).
+            mode: what becomes of requests that run (see `SwitchMode`).
+            reset_prompt_cache: which kept pages go (see `ResetPromptCache`).
+            identity: names these weights and no others; with it, pages that `reset_prompt_cache`
+                left serve again when the same weights come back.
 
         Raises:
-            GlmError: another config, structure, shape, dtype or contract, named; the old weights
-                stay.
+            GlmError: another config, structure, shape, dtype or contract, named, or an unknown
+                mode; the old weights stay.
         """
-        self._runner.set_weights(model, contract)
-        self._scheduler.restart(keep=keep)
-        self.version = version
+        check_switch(mode, reset_prompt_cache)
+        arrays = self._runner.arrays(model, contract)
+        self._weights = self._weights_of(arrays, version, identity)
+        switch(self._scheduler, list(self._requests.values()), self._weights, mode)
+        in_use = {s.weights.root for samples in self._requests.values() for s in samples}
+        if reset_prompt_cache == "all":
+            self._scheduler.pool.forget(but={self._weights.root} if identity else ())
+        elif reset_prompt_cache == "new_session":
+            self._scheduler.pool.forget(but={self._weights.root, *in_use})
 
     def warm_up(self) -> None:
         """Compiles all programs that requests need, unless they ask for `top_logprobs`."""
-        self._runner.warm_up()
+        self._runner.warm_up(self._weights)
 
     def step(self) -> list[Event]:
         """Runs one dispatch; returns what it did to each sample it moved."""
@@ -219,6 +243,13 @@ class Engine:
         self._stats = self._stats.plus(n_steps=1, host_seconds=spent)
         return events
 
+    def _weights_of(self, arrays: list[Array], version: int, identity: str) -> Weights:
+        """Without an identity, weights are taken for others than all before."""
+        self._n_weights += 1
+        name = f"name {identity}" if identity else f"number {self._n_weights}"
+        root = root_key(version, self.contract.digest, identity=name)
+        return Weights(arrays, version, root)
+
     def _check(self, prompt: Sequence[int], params: SamplingParams, name: str) -> np.ndarray:
         pool, text = self._scheduler.pool, self.tokenizer is not None
         sizes = (self.capacity, pool.n_pages * pool.page_size)
@@ -234,6 +265,7 @@ class Engine:
                 index=params.first_sample + i,
                 params=params,
                 prompt=prompt,
+                weights=self._weights,
                 stream=None if self.tokenizer is None else TextStream(self.tokenizer, params.stop),
             )
             for i in range(params.n)
@@ -277,7 +309,7 @@ class Engine:
     def _take(self, sample: Sample, drawn: Any) -> Event:
         """Adds what was drawn (host arrays `[n, ...]`) to a sample, and ends it where it should."""
         before = len(sample.tokens)
-        ending = sample.take(drawn, self.version)
+        ending = sample.take(drawn)
         n_new = len(sample.tokens) - before
         self._stats = self._stats.plus(n_generated=n_new)
         if ending is not None:

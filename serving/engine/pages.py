@@ -2,9 +2,22 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
+
+
+def root_key(version: int, contract: str, *, adapter: str = "", identity: str = "") -> bytes:
+    """What the first page's key starts from: pages of other weights never have the same name.
+
+    Args:
+        version: of the weights.
+        contract: digest of the numerics contract.
+        adapter: name of the adapter on top of them; "" is none.
+        identity: tells two sets of weights of one version apart.
+    """
+    parts = (version, contract, adapter, identity)
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
 def page_key(before: bytes, tokens: np.ndarray) -> bytes:
@@ -25,6 +38,7 @@ class PagePool:
         self._free = list(range(n_pages - 1, -1, -1))
         self._holders = [0] * n_pages
         self._key_of: dict[int, bytes] = {}
+        self._root_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
 
@@ -79,11 +93,12 @@ class PagePool:
             found.append(page)
         return found
 
-    def keep(self, key: bytes, page: int) -> None:
-        """Remembers a whole page of computed tokens."""
+    def keep(self, key: bytes, page: int, root: bytes = b"") -> None:
+        """Remembers a whole page of computed tokens; `root` is the start of its chain of keys."""
         # The same tokens computed twice: the first page stays the known one.
         if page not in self._key_of and key not in self._page_of:
             self._key_of[page], self._page_of[key] = key, page
+            self._root_of[page] = root
 
     def discard(self, pages: Sequence[int]) -> list[int]:
         """Forgets what these pages hold; returns those that nobody holds."""
@@ -96,13 +111,14 @@ class PagePool:
                 self._free.append(page)
         return unheld
 
-    def forget(self) -> None:
-        """Forgets all prefixes: the weights that computed them are gone."""
-        self._free += list(self._idle)
-        self._idle.clear()
-        self._key_of.clear()
-        self._page_of.clear()
+    def forget(self, *, but: Collection[bytes] = ()) -> None:
+        """Forgets all prefixes but those of these roots: the weights that made them are gone."""
+        for page in [page for page, root in self._root_of.items() if root not in but]:
+            self._forget(page)
+            if page in self._idle:
+                del self._idle[page]
+                self._free.append(page)
 
     def _forget(self, page: int) -> None:
         if page in self._key_of:
-            del self._page_of[self._key_of.pop(page)]
+            del self._page_of[self._key_of.pop(page)], self._root_of[page]

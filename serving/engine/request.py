@@ -28,6 +28,9 @@ class Completion:
     weight_versions: np.ndarray
     """Version of the weights that made each token `[n]`, int32."""
     finish_reason: FinishReason
+    stale: np.ndarray | None = None
+    """Tokens that were drawn over keys of older weights `[n]`, bool: their log-probabilities are of
+    no one set of weights (switch mode `continue` only)."""
     kept: np.ndarray | None = None
     """Ids that could be sampled, as bits `[n, ceil(V / 32)]`, uint32 (see `Shaping`); None: all."""
     top_ids: np.ndarray | None = None
@@ -51,6 +54,8 @@ class Event:
     """Number of the sample."""
     token_ids: np.ndarray
     """New ids, int32."""
+    version: int
+    """Of the weights that made them: a step is of one set."""
     text: str | None
     """New text; what could begin a stop string or a character waits for the next event."""
     completion: Completion | None

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from glm_jax.cache import LatentCache
 from glm_jax.model import GlmModel
@@ -16,7 +17,7 @@ from serving.engine.program import DecodeOutput, MixedOutput
 from serving.engine.sample import Sample
 from serving.engine.scheduler import Plan, Span
 from serving.engine.stats import EngineStats
-from serving.engine.weights import Layout
+from serving.engine.weights import Layout, Weights
 
 
 class Runner:
@@ -34,7 +35,6 @@ class Runner:
     ):
         self.cfg, self.n_steps, self._on_compile = model.cfg, n_steps, on_compile
         self._layout = Layout(model)
-        self._arrays = self._layout.arrays(model)
         self._programs = program.programs_of(self._layout.structure)
         self._make_cache, self._cache = make_cache, make_cache()
         self.contract: NumericsContract = self._cache.contract
@@ -45,11 +45,15 @@ class Runner:
         self.stats = EngineStats()
         """Times and compilations only."""
 
-    def set_weights(self, model: GlmModel, contract: NumericsContract | None) -> None:
-        """Takes other weights of the same layout (see `Engine.set_weights`)."""
+    def arrays(self, model: GlmModel, contract: NumericsContract | None = None) -> list[Array]:
+        """Arrays of weights of the same layout, for the samples that they are to compute.
+
+        Raises:
+            GlmError: another config, structure, shape, dtype or contract, named.
+        """
         if contract is not None:
             require_same(self.contract, contract, "weights")
-        self._arrays = self._layout.arrays(model)
+        return self._layout.arrays(model)
 
     def decode(self, plan: Plan) -> DecodeOutput:
         """Draws up to `plan.n_steps` tokens of each sample; host arrays."""
@@ -75,11 +79,11 @@ class Runner:
             self._cache, pages_P
         )
 
-    def warm_up(self) -> None:
+    def warm_up(self, weights: Weights) -> None:
         """Compiles the programs of every size."""
         most, vocab_size = self._draw_sizes[-1], self.cfg.vocab_size
         for width in self._widths:
-            state = (self._arrays, self._cache_of(width))
+            state = (weights.arrays, self._cache_of(width))
             for n in self._step_sizes:
                 step = assemble.mixed([], n, min(n, most), vocab_size)
                 self._executable(program.mixed, (0,), *state, step)
@@ -105,11 +109,12 @@ class Runner:
     def _run(
         self, function: Any, static: tuple[Any, ...], samples: Sequence[Sample], *args: Any
     ) -> Any:
-        """Runs a program over weights and cache; returns its output on the host."""
-        executable = self._executable(function, static, self._arrays, self._cache, *args)
+        """Runs a program over the samples' weights and the cache; its output is on the host."""
+        arrays = samples[0].weights.arrays  # a plan has samples of one set of weights
+        executable = self._executable(function, static, arrays, self._cache, *args)
         began = time.perf_counter()
         try:
-            self._cache, output = executable(self._arrays, self._cache, *args)
+            self._cache, output = executable(arrays, self._cache, *args)
             if not any(sample.params.filtered for sample in samples):
                 output = output._replace(drawn=output.drawn._replace(kept_RW=None))
             output = jax.device_get(output)

@@ -9,11 +9,13 @@ from serving.engine.request import Completion, Event, FinishReason
 from serving.engine.sampler import Drawn
 from serving.engine.sampling_params import SamplingParams
 from serving.engine.text import TextStream
+from serving.engine.weights import Weights
 
 NOTHING = {
     "logprobs": np.zeros(0, np.float32),
     "sampling_logprobs": np.zeros(0, np.float32),
     "weight_versions": np.zeros(0, np.int32),
+    "stale": np.zeros(0, bool),
 }
 """What stands beside no token."""
 
@@ -29,6 +31,8 @@ class Sample:
     params: SamplingParams
     prompt: np.ndarray
     stream: TextStream | None
+    weights: Weights
+    """What computes it."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     drawn: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)
     """For each step what stands beside its tokens, by field of `Completion`."""
@@ -86,16 +90,19 @@ class Sample:
         """Names of the whole pages among the first `n_tokens` known tokens."""
         n_pages = n_tokens // page_size
         for j in range(len(self.keys), n_pages):
-            before = self.keys[-1] if self.keys else b""
+            before = self.keys[-1] if self.keys else self.weights.root
             self.keys.append(page_key(before, self.known(j * page_size, (j + 1) * page_size)))
         return self.keys[:n_pages]
 
-    def take(self, drawn: Drawn, version: int) -> tuple[FinishReason, str | None] | None:
+    def move_to(self, weights: Weights) -> None:
+        """Other weights compute it from now on; its pages have other names."""
+        self.weights, self.keys = weights, []
+
+    def take(self, drawn: Drawn) -> tuple[FinishReason, str | None] | None:
         """Adds the tokens that a step drew; returns how and why they ended the sample, if they did.
 
         Args:
             drawn: host arrays of n draws of this sample, `[n, ...]`.
-            version: of the weights that made them.
         """
         n = len(drawn.token_R)
         sound = np.isfinite(drawn.logprob_R) & np.isfinite(drawn.sampling_logprob_R)
@@ -116,7 +123,8 @@ class Sample:
         part = {
             "logprobs": drawn.logprob_R[:n],
             "sampling_logprobs": drawn.sampling_logprob_R[:n],
-            "weight_versions": np.full(n, version, np.int32),
+            "weight_versions": np.full(n, self.weights.version, np.int32),
+            "stale": np.full(n, self.stale),
         }
         if params.filtered:
             part["kept"] = drawn.kept_RW[:n]
@@ -151,6 +159,7 @@ class Sample:
             request=self.request,
             index=self.index,
             token_ids=np.asarray(self.tokens[len(self.tokens) - n_new :], np.int32),
+            version=self.weights.version,
             text=text,
             completion=completion,
         )

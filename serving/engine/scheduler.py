@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from serving.engine.pages import PagePool
 from serving.engine.sample import Sample
+from serving.engine.weights import Weights
 
 
 class Span(NamedTuple):
@@ -29,7 +30,7 @@ class Plan(NamedTuple):
 
 
 class Scheduler:
-    """First come, first served; every running sample moves in every step.
+    """First come, first served; every running sample moves in every step of its weights.
 
     A sample holds pages for what is computed and for what the next step adds. When none is left the
     youngest running sample gives up its own and goes back to its place in the queue: it will be
@@ -43,6 +44,7 @@ class Scheduler:
         """Both oldest first."""
         self.n_preempted = self.n_reused = 0
         self._slots = list(range(n_slots - 1, -1, -1))
+        self._turn: Weights | None = None
 
     def add(self, sample: Sample) -> None:
         """Queues a sample."""
@@ -66,13 +68,10 @@ class Scheduler:
         self.add(sample)
         self.n_preempted += 1
 
-    def restart(self, *, keep: bool = False) -> None:
-        """Forgets all kept pages and preempts whoever runs; or lets them go on with stale keys."""
+    def restart(self) -> None:
+        """Preempts whoever runs and forgets all kept pages: what they hold is lost."""
         for sample in list(self.running):
-            if keep:
-                sample.stale = True
-            else:
-                self.preempt(sample)
+            self.preempt(sample)
         self.pool.forget()
 
     def computed(self, sample: Sample, n_tokens: int) -> None:
@@ -82,16 +81,26 @@ class Scheduler:
         sample.computed = n_tokens
         if not sample.stale:
             for j, key in enumerate(sample.page_keys(n_tokens, size)[first:], start=first):
-                self.pool.keep(key, sample.pages[j])
+                self.pool.keep(key, sample.pages[j], sample.weights.root)
 
     def plan(self) -> Plan | None:
         """Admits what fits and says what to compute; None if there is nothing to do."""
         self._admit()
-        if not self.running:
-            return None
-        if all(sample.decodes for sample in self.running):
-            return self._plan_decoding()
-        return Plan(self._plan_spans(), 0)
+        while self.running:
+            group = self._next_group()
+            decodes = all(sample.decodes for sample in group)
+            plan = self._plan_decoding(group) if decodes else Plan(self._plan_spans(group), 0)
+            if plan.spans:
+                return plan
+            # All of them were preempted, as others hold the pages: it is the others' turn.
+        return None
+
+    def _next_group(self) -> list[Sample]:
+        """Running samples of one set of weights, since a step has one; sets take turns."""
+        sets = list(dict.fromkeys(sample.weights for sample in self.running))
+        before = sets.index(self._turn) if self._turn in sets else -1
+        self._turn = sets[(before + 1) % len(sets)]
+        return [sample for sample in self.running if sample.weights is self._turn]
 
     def _admit(self) -> None:
         in_making = {key for sample in self.running for key in self._making(sample)}
@@ -129,26 +138,27 @@ class Scheduler:
         size = self.pool.page_size
         return sample.page_keys(sample.n_known, size)[sample.computed // size :]
 
-    def _plan_decoding(self) -> Plan:
+    def _plan_decoding(self, group: list[Sample]) -> Plan:
         """As many steps as all samples have pages for; at least one, if need be at a victim's."""
         n_steps = self.n_steps
-        while n_steps > 1 and self._pages_lacking(n_steps) > self.pool.n_available:
+        while n_steps > 1 and self._pages_lacking(group, n_steps) > self.pool.n_available:
             n_steps //= 2
-        for sample in list(self.running):
+        for sample in group:
             if sample.slot is not None:  # else preempted for an older one
                 self._reserve(sample, _n_tokens(sample, n_steps))
-        return Plan([Span(s, s.computed, s.n_known) for s in self.running], n_steps)
+        alive = [sample for sample in group if sample.slot is not None]
+        return Plan([Span(s, s.computed, s.n_known) for s in alive], n_steps)
 
-    def _pages_lacking(self, n_steps: int) -> int:
+    def _pages_lacking(self, group: list[Sample], n_steps: int) -> int:
         return sum(
             max(0, self.pool.pages_of(_n_tokens(sample, n_steps)) - len(sample.pages))
-            for sample in self.running
+            for sample in group
         )
 
-    def _plan_spans(self) -> list[Span]:
+    def _plan_spans(self, group: list[Sample]) -> list[Span]:
         """One token of each sample that decodes, then as much of the prompts as there is room."""
         spans, room = [], self.n_rows
-        for sample in sorted(self.running, key=lambda s: not s.decodes):
+        for sample in sorted(group, key=lambda s: not s.decodes):
             if sample.slot is None or room == 0:
                 continue
             last = min(sample.n_known, sample.computed + room)

@@ -1,4 +1,4 @@
-"""Refusal of weights that the compiled programs do not fit."""
+"""Weights that requests run on, and the refusal of those that the compiled programs do not fit."""
 
 import dataclasses
 from typing import Any
@@ -11,16 +11,31 @@ from glm_jax.model import GlmModel
 from glm_jax.params import leaves
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """One set of weights. Samples hold it; it goes when the last of them has."""
+
+    arrays: list[Array]
+    """In the order of the model's structure."""
+    version: int
+    root: bytes
+    """First link of the keys of pages that it computes."""
+
+
 class Layout:
-    """Config, structure, shapes and dtypes of a model's weights."""
+    """Config, structure, shapes, dtypes and devices of a model's weights."""
 
     def __init__(self, model: GlmModel):
         self.cfg = model.cfg
         self.structure: Any = jax.tree.structure(model)
         self._leaves = _described(model)
+        self._shardings = [x.sharding for x in jax.tree.leaves(model)]
 
     def arrays(self, model: GlmModel) -> list[Array]:
         """The arrays of a model of the same layout, in the order of its structure.
+
+        By reference where they lie on the engine's devices as its own do; others are copied there
+        from device to device.
 
         Raises:
             GlmError: names the first config field or leaf that differs.
@@ -46,7 +61,8 @@ class Layout:
                 "weights: the model's leaves are the engine's, but not its structure; build it "
                 "with GlmModel, without wrappers"
             )
-        return arrays
+        pairs = zip(arrays, self._shardings, strict=True)
+        return [x if x.sharding == own else jax.device_put(x, own) for x, own in pairs]
 
 
 def _described(model: GlmModel) -> dict[str, str]:

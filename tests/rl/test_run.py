@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -52,10 +53,19 @@ def test_sampler_and_trainer_agree_to_the_bit_at_every_step(whole):
         assert step["engine/compiled"] == 0 or step["step"] == 1
 
 
+def test_weights_through_a_store_end_in_the_same_digest(whole, tmp_path):
+    done = finish(start(tmp_path / "run", "sync=store"))
+    assert done["weights/digest"] == whole["weights/digest"]
+    steps = read_records(Path(done["out"]) / METRICS)
+    for step in steps:
+        parts = [step[f"time/{x}"] for x in ("encode", "transfer", "apply", "switch")]
+        assert min(parts) > 0 and sum(parts) <= step["time/sync"]
+
+
 def test_filters_and_temperature_keep_the_ratio_at_one(tmp_path):
     words = ("rl.temperature=0.8", "rl.top_p=0.9", "rl.top_k=12", "rl.min_p=0.01")
     done = finish(start(tmp_path / "run", *words))
-    for step in read_records(type(ROOT)(done["out"]) / METRICS):
+    for step in read_records(Path(done["out"]) / METRICS):
         assert step["kl/unequal_tokens"] == 0 and step["ppo/ratio_max"] == 1
 
 
@@ -76,6 +86,6 @@ def test_a_run_that_is_killed_ends_with_the_digest_of_one_that_was_not(whole, tm
 
 def test_stock_arithmetic_runs_and_is_reported_as_it_is(tmp_path):
     done = finish(start(tmp_path / "run", "numerics.mode=native"))
-    steps = read_records(type(ROOT)(done["out"]) / METRICS)
+    steps = read_records(Path(done["out"]) / METRICS)
     assert done["numerics/mode"] == "native" and len(steps) == 5
     assert sum(step["kl/unequal_tokens"] for step in steps) > 0

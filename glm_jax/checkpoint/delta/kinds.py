@@ -14,6 +14,10 @@ _EXCEPTION_BITS = 14.0
 """About what an exceptional step costs: where it is among the changes, and what it is."""
 
 
+_REPEAT, _REMEMBERED, _REPEAT_BITS = 7, 4096, 5.0
+"""zstd's shortest match and table of places (see `packing`); about what a chance match loses."""
+
+
 class Kind(enum.IntEnum):
     """How the changes of a class are written."""
 
@@ -69,10 +73,11 @@ def choose(n: int, m: int, n_big: int, values: np.ndarray) -> Kind:
     nibbles = np.append(counts[:NIBBLE_ESCAPE], counts[NIBBLE_ESCAPE:].sum())
     pairs = np.multiply.outer(nibbles, nibbles).reshape(-1) / (2 * n)
     costs = {
-        Kind.GAPS: _entropy(changed) * 1.01 + exceptions,
+        # Gaps are geometric; two of them are equal by chance m / (2 n - m).
+        Kind.GAPS: _entropy(changed) * 1.01 + _repeats(m, m / (2 * n - m)) + exceptions,
         Kind.BITS: max(_entropy(changed) * 1.02, n / 8) + exceptions,
-        Kind.NIBBLES: _huffman(pairs) + nibbles[-1] * width,
-        Kind.BYTES: _huffman(counts) + counts[ESCAPE] * width,
+        Kind.NIBBLES: _huffman(pairs) + _repeats(n / 2, _alike(pairs)) + nibbles[-1] * width,
+        Kind.BYTES: _huffman(counts) + _repeats(n, _alike(counts)) + counts[ESCAPE] * width,
     }
     return min(costs, key=costs.__getitem__)
 
@@ -81,6 +86,21 @@ def _entropy(counts: np.ndarray) -> float:
     """Bits of so many symbols of each kind."""
     some = counts[counts > 0]
     return float((some * np.log2(some.sum() / some)).sum())
+
+
+def _repeats(n: float, alike: float) -> float:
+    """Bits that zstd loses where it takes chance repeats of 7 bytes for structure.
+
+    Args:
+        n: bytes.
+        alike: chance that two of them are equal.
+    """
+    chance = min(1.0, min(n, _REMEMBERED) * alike**_REPEAT)
+    return n * chance / (1 + _REPEAT * chance) * _REPEAT_BITS
+
+
+def _alike(counts: np.ndarray) -> float:
+    return float(((counts / counts.sum()) ** 2).sum())
 
 
 def _huffman(counts: np.ndarray) -> float:

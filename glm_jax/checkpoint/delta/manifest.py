@@ -15,6 +15,10 @@ from glm_jax.errors import GlmError
 FORMAT = "glm-jax weight chain"
 FORMAT_VERSION = 1
 _MOST_BYTES = 1 << 60
+_MOST_OVERHEAD = 4096
+"""Bytes of a delta beyond 9/8 of its tensor; no encoder writes so many."""
+_MOST_HEADER = 100_000_000
+"""Bytes of a full version's header, as safetensors bounds it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +63,11 @@ class Manifest:
     def n_bytes(self) -> int:
         """Size of the weights."""
         return sum(entry.n_bytes for entry in self.tensors.values())
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """dtype, as safetensors writes it, and shape of each tensor."""
+        return {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -137,6 +146,11 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"tensor {name} lies beyond the data file")
         if manifest.kind == "full" and entry.stored != entry.n_bytes:
             raise ValueError(f"tensor {name} has {entry.stored} bytes, its shape {entry.n_bytes}")
+        if entry.stored > entry.n_bytes + entry.n_bytes // 8 + _MOST_OVERHEAD:
+            raise ValueError(f"tensor {name} of {entry.n_bytes} bytes has {entry.stored} stored")
+    surplus = manifest.data_bytes - sum(x.stored for x in manifest.tensors.values())
+    if surplus > (0 if manifest.kind == "delta" else _MOST_HEADER):
+        raise ValueError(f"{surplus} bytes of the data file belong to no tensor")
 
 
 def _whole(*values: Any) -> None:

@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from glm_jax.checkpoint.delta.codec import Level
+from glm_jax.checkpoint.delta.host_arrays import HostArrays
 from glm_jax.checkpoint.delta.manifest import Manifest
 from glm_jax.checkpoint.delta.store import DeltaStore
 from glm_jax.checkpoint.safetensors_files import DTYPES
@@ -76,7 +76,7 @@ class DeltaHandler(ocp.CheckpointHandler):
         """
         if jax.process_index():
             return
-        arrays = _Host(_named(args.item))
+        arrays = HostArrays(_named(args.item))
         chain = self._parent_chain(directory)
         if chain and _link(chain, directory):
             try:
@@ -146,30 +146,6 @@ class DeltaRestore(ocp.args.CheckpointArgs):
     item: Any = None
     """Tree of `jax.ShapeDtypeStruct`, with shardings or without (the first device), or of NumPy
     arrays, which give NumPy arrays. None gives NumPy arrays by dotted path."""
-
-
-class _Host(Mapping[str, np.ndarray]):
-    """Arrays that come to the host when they are asked for."""
-
-    def __init__(self, leaves: dict[str, Any]):
-        self._leaves = leaves
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        leaf = self._leaves[name]
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-            raise GlmError(f"{name}: is a {type(leaf).__name__}; give an array")
-        addressable = not isinstance(leaf, jax.Array) or (
-            leaf.is_fully_addressable or leaf.is_fully_replicated
-        )
-        if not addressable:
-            raise GlmError(f"{name}: parts are on other hosts; gather it, or save it by save_orbax")
-        return np.asarray(leaf)
-
-    def __iter__(self):
-        return iter(self._leaves)
-
-    def __len__(self) -> int:
-        return len(self._leaves)
 
 
 def _named(tree: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -78,11 +77,7 @@ class Snapshot(Mapping[str, np.ndarray]):
 
 def require_same_tensors(parent: Manifest, child: Manifest) -> None:
     """Raises `GlmError` unless both have the same names, dtypes and shapes."""
-
-    def kinds(manifest: Manifest) -> dict[str, Any]:
-        return {name: (x.dtype, x.shape) for name, x in manifest.tensors.items()}
-
-    ours, theirs = kinds(child), kinds(parent)
+    ours, theirs = child.kinds, parent.kinds
     if odd := sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)):
         raise GlmError(
             f"version {child.version}: tensors {odd[:5]} are not those of its parent "

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from glm_jax.checkpoint.delta.codec import Level, encode
+from glm_jax.checkpoint.delta.host_arrays import HostArrays, kind
 from glm_jax.checkpoint.delta.manifest import Entry, Manifest, digest
 from glm_jax.checkpoint.delta.places import Places, flush
 from glm_jax.checkpoint.delta.snapshot import Snapshot, require_entry
-from glm_jax.checkpoint.safetensors_files import CODES, file_header
+from glm_jax.checkpoint.safetensors_files import file_header
 from glm_jax.errors import GlmError
 
 Kinds = dict[str, tuple[str, tuple[int, ...]]]
@@ -195,8 +196,7 @@ class DeltaStore:
         except GlmError as error:
             _LOG.warning("the next version is full: %s", error)
             return None
-        same = kinds == {name: (x.dtype, x.shape) for name, x in chain[-1].tensors.items()}
-        return chain[-1] if same and len(chain) < self.full_every else None
+        return chain[-1] if kinds == chain[-1].kinds and len(chain) < self.full_every else None
 
     def _write(
         self,
@@ -271,10 +271,7 @@ class DeltaStore:
 
 
 def _kinds(arrays: Mapping[str, np.ndarray]) -> Kinds:
-    """One pass: the mapping may make each array when it is asked for."""
-    found = {}
-    for name, array in arrays.items():
-        if array.dtype not in CODES:
-            raise GlmError(f"{name}: dtype {array.dtype} is none of safetensors'; convert it")
-        found[name] = CODES[array.dtype], array.shape
-    return found
+    """One pass: other mappings may make each array when it is asked for."""
+    if isinstance(arrays, HostArrays):
+        return arrays.kinds()
+    return {name: kind(name, array) for name, array in arrays.items()}

@@ -151,6 +151,61 @@ def collect(symbols, gaps, values):
     return m if m == values.size else -1
 
 
+@jit
+@no_type_check
+def table_bytes(counts):
+    """About what a Huffman-coded block of so many bytes of each value (int64 [256]) takes."""
+    total, most, distinct = 0, 0, 0
+    for n in counts:
+        total += n
+        most = max(most, n)
+        distinct += n > 0
+    if total == 0 or distinct == 1:
+        return 4.0
+    bits = 0.0
+    for n in counts:
+        if n:
+            bits += n * max(np.log2(total / n), 1.0)
+    return min(total + 3.0, bits / 8 + distinct / 2 + 10.0)
+
+
+@jit
+@no_type_check
+def cuts(data, ends):
+    """Where to cut a string of parts so that each piece is Huffman-coded by itself.
+
+    From the first part on, a part joins the piece before it unless both take less apart.
+
+    Args:
+        data: uint8.
+        ends: int64 [parts]; ends of the parts, the last that of `data`.
+
+    Returns:
+        Ascending positions within `data`, int64.
+    """
+    found = np.empty(ends.size, np.int64)
+    n_found = 0
+    piece = np.zeros(256, np.int64)
+    piece_bytes = 0.0
+    first = 0
+    for j in range(ends.size):
+        part = np.zeros(256, np.int64)
+        for symbol in data[first : ends[j]]:
+            part[symbol] += 1
+        part_bytes = table_bytes(part)
+        both_bytes = table_bytes(piece + part)
+        if first > 0 and ends[j] > first and both_bytes > piece_bytes + part_bytes:
+            found[n_found] = first
+            n_found += 1
+            piece[:] = part
+            piece_bytes = part_bytes
+        else:
+            piece += part
+            piece_bytes = both_bytes
+        first = ends[j]
+    return found[:n_found]
+
+
 def zigzag(steps: np.ndarray) -> np.ndarray:
     """Unsigned steps modulo the width, small ones of either sign to small integers; -1 to 1."""
     signed = steps.view(f"i{steps.itemsize}")

@@ -9,9 +9,6 @@ from glm_jax.checkpoint.delta.elements import MOST_CLASSES, Elements, whole_word
 from glm_jax.checkpoint.delta.kinds import Kind, choose
 from glm_jax.checkpoint.delta.packing import Writer, plane_cuts, planes
 
-_CUT = 1 << 12
-"""Symbols of a class from which on it gets a Huffman table of its own."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Changes:
@@ -149,11 +146,9 @@ class _Streams:
 
 
 def _joined(parts: list[np.ndarray]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """All bytes, and where large parts begin or end."""
+    """All bytes, and where a Huffman table of its own saves more than it takes."""
+    together = np.concatenate([*parts, np.empty(0, np.uint8)])
+    if len(parts) < 2:
+        return together, ()
     ends = np.cumsum([part.size for part in parts], dtype=np.int64)
-    cuts, last = [], 0
-    for end, part in zip(ends[:-1], parts[1:], strict=True) if parts else ():
-        if end - last >= _CUT and part.size >= _CUT // 4:
-            cuts.append(int(end))
-            last = end
-    return np.concatenate([*parts, np.empty(0, np.uint8)]), tuple(cuts)
+    return together, tuple(symbols.cuts(together, ends).tolist())

@@ -8,6 +8,7 @@ import numpy as np
 
 from rl.recipe import NumericsRecipe, Recipe
 from rl.run_directory import EVALUATION, METRICS, RECIPE, SAMPLES, SUMMARY, WARM_START
+from rl.weight_sync import STAGES
 
 
 def write_run(path, mode="pinned", n_steps=25, **more):
@@ -39,6 +40,7 @@ def write_run(path, mode="pinned", n_steps=25, **more):
                 "time/generate": 0.2 + 0.02 * rng.random(),
                 "time/update": 0.35,
                 "time/sync": 0.004,
+                **{f"time/{stage}": 0.001 for stage in STAGES},
                 "time/step": 0.6,
                 "weights/digest": f"{step:016x}",
             }

@@ -7,6 +7,7 @@ import pytest
 
 from glm_jax.errors import GlmError
 from rl.report import write_comparison, write_report
+from rl.report.plots import PLOTS, draw
 from rl.report.runs import read_run
 from rl.run_directory import METRICS, SUMMARY
 from tests.rl.report.fakes import write_run
@@ -29,6 +30,26 @@ def test_the_page_holds_curves_steps_samples_digests_and_recipe(report):
     assert "rl.learning_rate" in page and "00ff00ff00ff00ff" in page and "31.0% → 62.0%" in page
     for step in range(1, 26):
         assert f"{step:016x}" in page
+
+
+def test_each_stage_of_a_step_has_its_seconds(report):
+    page = report.read_text()
+    cells = re.findall(r"<td[^>]*>([^<]*)", page[page.index("Seconds by stage") :])
+    rows = {cells[i]: cells[i + 1 : i + 3] for i in range(0, 24, 3)}
+    stages = ("generate", "encode", "transfer", "apply", "switch", "update", "whole step")
+    assert tuple(rows)[:7] == stages
+    assert rows["apply"] == ["0.025", "0.0010"] and rows["update"] == ["8.750", "0.3500"]
+
+
+def test_a_first_step_that_compiles_does_not_hide_the_others(tmp_path):
+    for slow, n_notes in ((1.0, 0), (20.0, 1)):
+        run = write_run(tmp_path / str(slow))
+        records = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+        records[0]["time/step"] = slow
+        (run / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
+        plot = next(plot for plot in PLOTS if plot.name == "time")
+        (axes,) = draw(plot, [read_run(run)]).axes
+        assert axes.get_ylim()[1] < 1.5 and len(axes.texts) == n_notes
 
 
 def test_the_page_needs_no_other_file(report):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from serving.engine.pages import PagePool, page_key
+from serving.engine.pages import PagePool, page_key, root_key
 
 KEYS = [page_key(b"", np.arange(i, i + 4)) for i in range(5)]
 
@@ -43,6 +43,28 @@ def test_forgotten_pages_serve_nobody():
     assert pool.find(KEYS) == []
     pool.release([page])
     assert pool.n_available == 2 and pool._free
+
+
+def test_pages_of_some_weights_can_be_forgotten_alone():
+    pool = PagePool(2, 4)
+    pages = [pool.take(), pool.take()]
+    for key, page, root in zip(KEYS, pages, (b"old", b"new"), strict=False):
+        pool.keep(key, page, root)
+    pool.release(pages[:1])
+    pool.forget(but={b"new"})
+    assert pool.find(KEYS[:1]) == [] and pool.find(KEYS[1:2]) == pages[1:]
+    assert pool.n_available == 1
+
+
+def test_a_root_names_version_contract_adapter_and_identity():
+    roots = {
+        root_key(1, "c"),
+        root_key(2, "c"),
+        root_key(1, "d"),
+        root_key(1, "c", adapter="a"),
+        root_key(1, "c", identity="a"),
+    }
+    assert len(roots) == 5 and root_key(1, "c") in roots
 
 
 def test_a_key_names_the_whole_prefix():

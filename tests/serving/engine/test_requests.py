@@ -92,11 +92,12 @@ def test_new_weights_are_used_at_once_and_each_token_bears_its_version():
     other = changed(model(), embed=lambda x: x * 1.5)
     running = new_engine()
     running.submit(prompt(21), params())
-    running.step()
-    running.step()
+    events = [*running.step(), *running.step()]
     running.set_weights(other, version=9)
-    ((got,),) = run_dry(running).values()
-    versions = got.weight_versions.tolist()
+    while running.busy:
+        events += running.step()
+    got, versions = events[-1].completion, events[-1].completion.weight_versions.tolist()
+    assert versions == [event.version for event in events for _ in event.token_ids]
     assert versions == sorted(versions) and set(versions) == {0, 9}
     first = versions.index(9)
     assert got.token_ids[:first].tolist() == alone("own", 21).token_ids[:first].tolist()
@@ -112,7 +113,7 @@ def test_kept_keys_of_old_weights_serve_their_own_sample_only():
     running.submit(prompt(40), params())
     running.step()
     running.step()
-    running.set_weights(other, version=9, keep=True)
+    running.set_weights(other, version=9, mode="continue")
     ((got,),) = run_dry(running).values()
     assert running.stats.n_preempted == 0 and set(got.weight_versions.tolist()) == {0, 9}
     after = running.generate([prompt(40)], params())[0][0]

@@ -144,7 +144,14 @@ def test_a_parent_that_was_replaced_is_noticed(chain):
         (lambda x: x.update(format="zip"), "is no manifest"),
         (lambda x: x.update(surplus=1), "is no manifest"),
         (lambda x: x.update(data_bytes=-1), "is no size"),
-        (lambda x: x.update(data_bytes=2**50), "has .* bytes, the manifest says"),
+        (lambda x: x.update(data_bytes=2**50), "belong to no tensor"),
+        (
+            lambda x: (
+                x["tensors"]["w"].update(offset=x["data_bytes"], stored=2**40),
+                x.update(data_bytes=x["data_bytes"] + 2**40),
+            ),
+            "tensor w of .* bytes has 1099511627776 stored",
+        ),
         (lambda x: x.update(version=9), "is that of version 9"),
         (lambda x: x["tensors"]["w"].update(offset=2**40), "tensor w lies beyond the data file"),
         (lambda x: x["tensors"]["w"].update(shape=[2**40, 2**40]), "is no manifest"),
