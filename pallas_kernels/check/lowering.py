@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
 
 from pallas_kernels.backend import GPU, TPU
 from pallas_kernels.cases import Case, Part
@@ -91,7 +91,7 @@ def for_tpu(part: Part, case: Case, generation: str) -> Lowered:
     chip = jax.sharding.AbstractDevice(
         device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu"
     )
-    mesh = AbstractMesh((1,), ("x",), abstract_device=chip)
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=chip)
 
     def lower():
         with jax.sharding.use_abstract_mesh(mesh):
