@@ -254,15 +254,15 @@ class _Walk:
         """Adds a leaf a chunk for each of the named weights of a layer."""
         padded = self.pad(factors)
 
-        def body(i, counter):
+        def leaf_of(i):
             parts, _ = self.cut(i, padded)
             new = {
                 path: leaf(part, params[path].shape, path in BY_HEAD)
                 for path, part in parts.items()
             }
-            return accumulate.push(counter, self.train.index_n[i], new, (layer,))
+            return self.train.index_n[i], new
 
-        return lax.fori_loop(0, self.train.n_chunks, body, counter)
+        return accumulate.extend(counter, leaf_of, 0, self.train.n_chunks, (layer,))
 
     def head(self, stream, d_logprob_T, counter: Counter):
         """Transposes final norm, head and log-softmax; logits are held for one chunk at a time."""
@@ -362,11 +362,18 @@ class _Walk:
         if isinstance(feed, Mlp):
             d_y, noted = self.pull(lambda ops, y, _: feed(ops, y), y_TD, (), d_out)
             return d_y, dict(zip(DENSE, noted, strict=True)), state
-        ids_Tk, valid_T = saved["router_experts"], self.train.batch.valid_T
-        d_y, d_gates, rows = experts.rows_vjp(
-            feed, self.ops, y_TD, ids_Tk, saved["router_weights"], valid_T, d_out
+        ids_Tk = saved["router_experts"]
+        d_y, d_gates, counter = experts.experts_vjp(
+            feed,
+            self.ops,
+            self.train,
+            y_TD,
+            ids_Tk,
+            saved["router_weights"],
+            d_out,
+            state.experts,
+            layer,
         )
-        counter = experts.push_leaves(rows, self.train, ids_Tk, state.experts, layer)
 
         def routed(ops, y_RD, ids_Rk):
             return feed.gates(ops, y_RD, ids_Rk), feed.shared(ops, y_RD)
