@@ -11,6 +11,7 @@ expert's gradient tree is up to `token_leaf` of the rows that one sequence sent 
 one that a long sequence hardly uses has one leaf of it.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from glm_jax.numerics.primitives import swiglu
 from glm_jax.training import accumulate
 from glm_jax.training.accumulate import CHUNK_BITS, Counter
 from glm_jax.training.pack import TrainBatch
-from glm_jax.training.tape import Factors, leaf
+from glm_jax.training.tape import rows_product
 from pallas_kernels.grouped_matmul import GroupPlan
 
 
@@ -41,9 +42,11 @@ class Results(NamedTuple):
 
     d_x_MD: Array
     d_gate_M: Array
+    x_DM: Array
+    """`x` transposed: products over rows read it along M."""
     d_pre_MG: Array
-    hidden_MF: Array
-    """Gated."""
+    hidden_FM: Array
+    """Gated, transposed."""
 
 
 class Leaves(NamedTuple):
@@ -114,21 +117,22 @@ def experts_vjp(
         results = _rows_vjp(ops, rows, results, weights, plan, tile, tiles)
 
         def leaf_of(p):
-            return leaves.index_p[p], _leaf(
-                rows, results, leaves.start_p[p], leaves.n_rows_p[p], n_leaf
-            )
+            factors = rows, results, leaves.start_p[p], leaves.n_rows_p[p]
+            return leaves.index_p[p], _leaf(*factors, n_leaf)
 
         counter = accumulate.extend(
             counter, leaf_of, before(leaves.end_E), leaves.end_E[e], (number, e)
         )
         return results, counter
 
-    n, width = rows.x_MD.shape[0], down_EFD.shape[1]
-
-    def zeros(*shape):
-        return jnp.zeros((n, *shape), y_TD.dtype)
-
-    empty = Results(zeros(y_TD.shape[1]), jnp.zeros(n, jnp.float32), zeros(2 * width), zeros(width))
+    (n, d_model), width, dtype = rows.d_out_MD.shape, down_EFD.shape[1], y_TD.dtype
+    empty = Results(
+        jnp.zeros((n, d_model), dtype),
+        jnp.zeros(n, jnp.float32),
+        jnp.zeros((d_model, n), dtype),
+        jnp.zeros((n, 2 * width), dtype),
+        jnp.zeros((width, n), dtype),
+    )
     n_used = jnp.sum(plan.counts_E > 0, dtype=jnp.int32)
     results, counter = lax.fori_loop(0, n_used, expert, (empty, counter))
     valid_T1 = valid_T[:, None]
@@ -152,7 +156,7 @@ def _rows_vjp(
     that one's own tiles, which come later.
     """
     gate_up_DG, down_FD, gate_up_GD, down_DF = weights
-    width, dtype = down_FD.shape[0], rows.x_MD.dtype
+    width, dtype = down_FD.shape[0], rows.d_out_MD.dtype
 
     def body(i, results):
         start = plan.start_of_tile[i]
@@ -160,17 +164,21 @@ def _rows_vjp(
         def cut(a):
             return lax.dynamic_slice_in_dim(a, start, tile, 0)
 
-        gate_R1 = cut(rows.gate_M)[:, None]
-        pre_RG = ops.product(cut(rows.x_MD), gate_up_DG).astype(dtype)
+        gate_R1, x_RD = cut(rows.gate_M)[:, None], cut(rows.x_MD)
+        pre_RG = ops.product(x_RD, gate_up_DG).astype(dtype)
         hidden_RF, pull = jax.vjp(lambda pre: swiglu(pre.reshape(tile, 2, width)), pre_RG)
         u_RF = ops.product(cut(rows.d_out_MD), down_DF)
         hidden32_RF = hidden_RF.astype(jnp.float32)
         d_gate_R = ops.row_sum(u_RF * hidden32_RF)[:, 0]
         (d_pre_RG,) = pull((gate_R1 * u_RF).astype(hidden_RF.dtype))
         d_x_RD = ops.product(d_pre_RG, gate_up_GD).astype(dtype)
-        new = Results(d_x_RD, d_gate_R, d_pre_RG, (gate_R1 * hidden32_RF).astype(dtype))
-        return jax.tree.map(
-            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, 0), results, new
+        hidden_FR = (gate_R1 * hidden32_RF).astype(dtype).T
+        return Results(
+            lax.dynamic_update_slice_in_dim(results.d_x_MD, d_x_RD, start, 0),
+            lax.dynamic_update_slice_in_dim(results.d_gate_M, d_gate_R, start, 0),
+            lax.dynamic_update_slice_in_dim(results.x_DM, x_RD.T, start, 1),
+            lax.dynamic_update_slice_in_dim(results.d_pre_MG, d_pre_RG, start, 0),
+            lax.dynamic_update_slice_in_dim(results.hidden_FM, hidden_FR, start, 1),
         )
 
     return lax.fori_loop(*tiles, body, results)
@@ -208,14 +216,24 @@ def _leaves(train: TrainBatch, ids_Tk: Int[Array, "T k"], n_experts: int, n_leaf
 
 
 def _leaf(rows: Rows, results: Results, start: Array, n: Array, n_leaf: int) -> dict[str, Array]:
-    """Gradients of one expert's weights over `n` sorted rows from `start` on."""
-    mine_R1 = (jnp.arange(n_leaf, dtype=jnp.int32) < n)[:, None]
+    """Gradients of one expert's weights over `n` sorted rows from `start` on.
 
-    def cut(a):
-        a = lax.dynamic_slice_in_dim(a, start, n_leaf, 0)
-        return jnp.where(mine_R1, a, jnp.zeros((), a.dtype))
+    The product takes the smallest of four widths that holds the rows: it follows from the leaf.
+    """
+    widths = sorted({-(-n_leaf * quarter // 4) for quarter in range(1, 5)})
 
-    gate_up = Factors(cut(rows.x_MD), cut(results.d_pre_MG))
-    down = Factors(cut(results.hidden_MF), cut(rows.d_out_MD))
-    shapes = [(f.x_R.shape[1], f.dy_R.shape[1]) for f in (gate_up, down)]
-    return {"gate_up": leaf(gate_up, shapes[0], False), "down": leaf(down, shapes[1], False)}
+    def over(width):
+        mine_R = jnp.arange(width, dtype=jnp.int32) < n
+
+        def cut(a, axis):
+            part = lax.dynamic_slice_in_dim(a, start, width, axis)
+            mine = jnp.expand_dims(mine_R, 1 - axis)
+            return jnp.where(mine, part, jnp.zeros((), a.dtype))
+
+        return {
+            "gate_up": rows_product(cut(results.x_DM, 1), cut(results.d_pre_MG, 0)),
+            "down": rows_product(cut(results.hidden_FM, 1), cut(rows.d_out_MD, 0)),
+        }
+
+    which = sum((n > width).astype(jnp.int32) for width in widths[:-1])
+    return lax.switch(which, [functools.partial(over, width) for width in widths])

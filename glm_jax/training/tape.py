@@ -92,20 +92,20 @@ def leaf(factors: Factors, weight_shape: tuple[int, ...], by_head: bool) -> Arra
     """
     x, dy = factors
     if x.shape[1:] == (0,):
-        ones_R = jnp.ones((8, dy.shape[0]), jnp.float32)  # eight rows: a product, not a reduction
-        return _rows_product(ones_R.T, dy.astype(jnp.float32))[0]
+        ones_8R = jnp.ones((8, dy.shape[0]), jnp.float32)  # eight rows: a product, not a reduction
+        return rows_product(ones_8R, dy.astype(jnp.float32))[0]
     if by_head:
         return batched_dot("nri,nro->nio", jnp.swapaxes(x, 0, 1), jnp.swapaxes(dy, 0, 1))
     n_rows = x.shape[0]
-    return _rows_product(x.reshape(n_rows, -1), dy.reshape(n_rows, -1)).reshape(weight_shape)
+    return rows_product(x.reshape(n_rows, -1).T, dy.reshape(n_rows, -1)).reshape(weight_shape)
 
 
-def _rows_product(x_RK: Array, dy_RN: Array) -> Array:
-    """`x^T dy` in f32."""
+def rows_product(x_KR: Array, dy_RN: Array) -> Array:
+    """`x^T dy` in f32, `x^T` given: XLA's CPU product wants its left operand row by row."""
     return lax.dot_general(
-        x_RK,
+        x_KR,
         dy_RN,
-        (((0,), (0,)), ((), ())),
+        (((1,), (0,)), ((), ())),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
