@@ -8,6 +8,7 @@ both. Leaves stream in ascending order; one partial sum a level is held.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,35 +64,58 @@ def empty(
     )
 
 
+def extend(
+    counter: Counter,
+    leaf_of: Callable[[Int[Array, ""]], tuple[Int[Array, ""], dict[str, Array]]],
+    start: Int[Array, ""] | int,
+    stop: Int[Array, ""] | int,
+    at: tuple[Any, ...] = (),
+) -> Counter:
+    """Adds the leaves number `start` to `stop` at the place `at` of the leading axes.
+
+    `leaf_of(i)` gives a leaf's index, above the one before, and the leaf.
+    """
+    shapes = {name: x.shape[len(at) :] for name, x in counter.current.items()}
+
+    def body(i, carry):
+        levels, current, last, present = carry
+        index, leaf = leaf_of(i)
+        first = last < 0
+        level = jnp.where(first, 0, _level(index, last, counter.chunk_bits))
+        below = (jnp.int32(1) << level) - 1
+
+        def merge(carry):
+            waiting, value = carry
+            lowest = lax.population_count((waiting & -waiting) - 1)
+
+            def add(x, v):
+                return _read(x, (*at, lowest), v.shape) + v
+
+            return waiting & (waiting - 1), jax.tree.map(add, levels, value)
+
+        _, value = lax.while_loop(lambda carry: carry[0] != 0, merge, (present & below, current))
+        levels = jax.tree.map(lambda x, v: _write(x, (*at, level), v), levels, value)
+        present = jnp.where(first, 0, (present & ~below) | (jnp.int32(1) << level))
+        return levels, jax.tree.map(lambda x: x.astype(jnp.float32), leaf), index, present
+
+    # The last leaf is carried by itself: read and written in the whole, it would be copied with it.
+    current = {name: _read(x, at, shapes[name]) for name, x in counter.current.items()}
+    start_carry = (counter.levels, current, counter.last[at], counter.present[at])
+    levels, current, last, present = lax.fori_loop(start, stop, body, start_carry)
+    return dataclasses.replace(
+        counter,
+        current={name: _write(x, at, current[name]) for name, x in counter.current.items()},
+        levels=levels,
+        last=counter.last.at[at].set(last),
+        present=counter.present.at[at].set(present),
+    )
+
+
 def push(
     counter: Counter, index: Int[Array, ""], leaf: dict[str, Array], at: tuple[Any, ...] = ()
 ) -> Counter:
     """Adds the leaf of an index above the last, at the place `at` of the leading axes."""
-    leaf = jax.tree.map(lambda x: x.astype(jnp.float32), leaf)
-    last, present = counter.last[at], counter.present[at]
-    first = last < 0
-    level = jnp.where(first, 0, _level(index, last, counter.chunk_bits))
-    below = (jnp.int32(1) << level) - 1
-    current = jax.tree.map(lambda x, v: _read(x, at, v.shape), counter.current, leaf)
-
-    def merge(carry):
-        waiting, value = carry
-        lowest = lax.population_count((waiting & -waiting) - 1)
-
-        def add(x, v):
-            return _read(x, (*at, lowest), v.shape) + v
-
-        return waiting & (waiting - 1), jax.tree.map(add, counter.levels, value)
-
-    _, value = lax.while_loop(lambda carry: carry[0] != 0, merge, (present & below, current))
-    marked = jnp.where(first, 0, (present & ~below) | (jnp.int32(1) << level))
-    return dataclasses.replace(
-        counter,
-        current=jax.tree.map(lambda x, v: _write(x, at, v), counter.current, leaf),
-        levels=jax.tree.map(lambda x, v: _write(x, (*at, level), v), counter.levels, value),
-        last=counter.last.at[at].set(index),
-        present=counter.present.at[at].set(marked),
-    )
+    return extend(counter, lambda i: (index, leaf), 0, 1, at)
 
 
 def partial(counter: Counter) -> tuple[dict[str, Array], Bool[Array, "*lead"]]:

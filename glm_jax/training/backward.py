@@ -9,6 +9,9 @@ here only forms derivatives.
 """
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +34,7 @@ from glm_jax.training import accumulate, experts
 from glm_jax.training.accumulate import Counter
 from glm_jax.training.attention import listed_mask, mix_vjp
 from glm_jax.training.pack import TrainBatch
-from glm_jax.training.tape import Factors, leaf, pull
+from glm_jax.training.tape import Factors, Turned, leaf, pull, turned
 
 SAVED = ("residual", "mlp_in", "mlp_out", "query", "latent", "selected", "mixed")
 SAVED_SPARSE = ("router_experts", "router_weights")
@@ -225,14 +228,13 @@ class _Walk:
         out = self.ops.rows(tile, self.n_used, *args)
         return jax.tree.map(lambda x: x[:n], out) if more else out
 
-    def cut(self, i, tree):
-        """Rows of chunk `i`, `[chunk, ...]`; rows after its length are zeros."""
+    def cut(self, i, tree, axis=0):
+        """Chunk `i` of the rows along an axis; rows after its length are zeros."""
         start = self.train.start_n[i]
         mine = jnp.arange(self.chunk, dtype=jnp.int32) < self.train.length_n[i]
 
         def rows(x):
-            part = lax.dynamic_slice_in_dim(x, start, self.chunk, 0)
-            return _keep(mine, part)
+            return _keep(mine, lax.dynamic_slice_in_dim(x, start, self.chunk, axis), axis=axis)
 
         return jax.tree.map(rows, tree), mine
 
@@ -252,17 +254,16 @@ class _Walk:
 
     def sum_leaves(self, factors: dict[str, Factors], params, counter: Counter, layer):
         """Adds a leaf a chunk for each of the named weights of a layer."""
-        padded = self.pad(factors)
+        parts = {p: turned(self.pad(rows), p in BY_HEAD) for p, rows in factors.items()}
 
-        def body(i, counter):
-            parts, _ = self.cut(i, padded)
-            new = {
-                path: leaf(part, params[path].shape, path in BY_HEAD)
-                for path, part in parts.items()
-            }
-            return accumulate.push(counter, self.train.index_n[i], new, (layer,))
+        def leaf_of(i):
+            new = {}
+            for path, (x, dy) in parts.items():
+                part = Turned(self.cut(i, x, axis=-1)[0], self.cut(i, dy, axis=-2)[0])
+                new[path] = leaf(part, params[path].shape)
+            return self.train.index_n[i], new
 
-        return lax.fori_loop(0, self.train.n_chunks, body, counter)
+        return accumulate.extend(counter, leaf_of, 0, self.train.n_chunks, (layer,))
 
     def head(self, stream, d_logprob_T, counter: Counter):
         """Transposes final norm, head and log-softmax; logits are held for one chunk at a time."""
@@ -288,7 +289,7 @@ class _Walk:
                 self.contract, lambda ops, r: region(ops, r, given, mine), rows, d_out
             )
             new = {
-                name: leaf(_wide(part), params[name].shape, False)
+                name: leaf(turned(_wide(part), False), params[name].shape)
                 for name, part in zip(HEAD, factors, strict=True)
             }
             counter = accumulate.push(counter, self.train.index_n[i], new)
@@ -362,11 +363,18 @@ class _Walk:
         if isinstance(feed, Mlp):
             d_y, noted = self.pull(lambda ops, y, _: feed(ops, y), y_TD, (), d_out)
             return d_y, dict(zip(DENSE, noted, strict=True)), state
-        ids_Tk, valid_T = saved["router_experts"], self.train.batch.valid_T
-        d_y, d_gates, rows = experts.rows_vjp(
-            feed, self.ops, y_TD, ids_Tk, saved["router_weights"], valid_T, d_out
+        ids_Tk = saved["router_experts"]
+        d_y, d_gates, counter = experts.experts_vjp(
+            feed,
+            self.ops,
+            self.train,
+            y_TD,
+            ids_Tk,
+            saved["router_weights"],
+            d_out,
+            state.experts,
+            layer,
         )
-        counter = experts.push_leaves(rows, self.train, ids_Tk, state.experts, layer)
 
         def routed(ops, y_RD, ids_Rk):
             return feed.gates(ops, y_RD, ids_Rk), feed.shared(ops, y_RD)
@@ -380,18 +388,26 @@ class _Walk:
         train, n_keys = self.train, self.train.max_length
         latent = _pad(saved["latent"], self.spare)
         rows = self.pad((saved["query"], saved["selected"], d_mixed_TNK))
+        # A chunk meets the keys up to its own rows: the narrowest product that holds them.
+        widths = [*itertools.takewhile(lambda w: w < n_keys, _doubling(self.chunk)), n_keys]
 
         def body(i, carry):
             d_query, d_latent = carry
             (query, ids, d_out), mine = self.cut(i, rows)
             origin = train.origin_n[i]
-            keys = lax.dynamic_slice_in_dim(latent, origin, n_keys, 0)
             # The chunk's own rows are the sequence's last so far: what follows is nobody's key.
             reach = train.start_n[i] + train.length_n[i] - origin
+
+            def over(width):
+                keys = lax.dynamic_slice_in_dim(latent, origin, width, 0)
+                keys = _keep(jnp.arange(width, dtype=jnp.int32) < reach, keys)
+                listed = listed_mask(ids, width, reach) & mine[:, None]
+                d_q, d_k = mix_vjp(query, keys, listed, d_out, self.cfg.softmax_scale)
+                return d_q, _pad(d_k, n_keys - width)
+
+            which = sum((reach > width).astype(jnp.int32) for width in widths[:-1])
+            d_q, d_k = lax.switch(which, [functools.partial(over, width) for width in widths])
             in_reach = jnp.arange(n_keys, dtype=jnp.int32) < reach
-            keys = _keep(in_reach, keys)
-            listed = listed_mask(ids, n_keys, reach) & mine[:, None]
-            d_q, d_k = mix_vjp(query, keys, listed, d_out, self.cfg.softmax_scale)
             old = lax.dynamic_slice_in_dim(d_latent, origin, n_keys, 0)
             new = _keep(in_reach, old + d_k, old)
             d_latent = lax.dynamic_update_slice_in_dim(d_latent, new, origin, 0)
@@ -439,10 +455,16 @@ def _wide(factors: Factors) -> Factors:
     return Factors(x, dy)
 
 
+def _doubling(n: int) -> Iterator[int]:
+    while True:
+        yield n
+        n *= 2
+
+
 def _pad(x: Array, n: int) -> Array:
     return jnp.concatenate([x, jnp.zeros((n, *x.shape[1:]), x.dtype)])
 
 
-def _keep(mine: Array, x: Array, other: Array | None = None) -> Array:
-    mask = mine.reshape(-1, *(1,) * (x.ndim - 1))
+def _keep(mine: Array, x: Array, other: Array | None = None, axis: int = 0) -> Array:
+    mask = mine.reshape(-1, *(1,) * (x.ndim - 1 - axis % x.ndim))
     return jnp.where(mask, x, jnp.zeros((), x.dtype) if other is None else other)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from glm_jax.numerics.arithmetic import Arithmetic, batched_dot
+from glm_jax.numerics.arithmetic import Arithmetic
 from glm_jax.numerics.contract import NumericsContract
 
 
@@ -85,27 +85,38 @@ def pull(
     return d_rows, [Factors(x, dy) for x, dy in zip(noted, d_addends, strict=True)]
 
 
-def leaf(factors: Factors, weight_shape: tuple[int, ...], by_head: bool) -> Array:
+class Turned(NamedTuple):
+    """Factors as XLA's CPU product reads them: rows along the last axis of the left one."""
+
+    x_KR: Array
+    """`[K, R]`, by head `[N, K, R]`; for a gain ones `[8, R]`."""
+    dy_RN: Array
+    """`[R, N]`, by head `[N, R, O]`."""
+
+
+def turned(factors: Factors, by_head: bool) -> Turned:
+    """Factors ready for `leaf`."""
+    x, dy = factors
+    n_rows = x.shape[0]
+    if x.shape[1:] == (0,):
+        # Eight rows: a product, not a reduction.
+        return Turned(jnp.ones((8, n_rows), jnp.float32), dy.astype(jnp.float32))
+    if by_head:
+        return Turned(jnp.moveaxis(x, 0, 2), jnp.swapaxes(dy, 0, 1))
+    return Turned(x.reshape(n_rows, -1).T, dy.reshape(n_rows, -1))
+
+
+def leaf(part: Turned, weight_shape: tuple[int, ...]) -> Array:
     """Gradient of one weight or gain over some rows, f32, in the weight's shape.
 
     Rows that do not count must be zeros in both factors.
     """
-    x, dy = factors
-    if x.shape[1:] == (0,):
-        ones_R = jnp.ones((8, dy.shape[0]), jnp.float32)  # eight rows: a product, not a reduction
-        return _rows_product(ones_R.T, dy.astype(jnp.float32))[0]
-    if by_head:
-        return batched_dot("nri,nro->nio", jnp.swapaxes(x, 0, 1), jnp.swapaxes(dy, 0, 1))
-    n_rows = x.shape[0]
-    return _rows_product(x.reshape(n_rows, -1), dy.reshape(n_rows, -1)).reshape(weight_shape)
+    product = rows_product(*part)
+    return (product[0] if len(weight_shape) == 1 else product).reshape(weight_shape)
 
 
-def _rows_product(x_RK: Array, dy_RN: Array) -> Array:
-    """`x^T dy` in f32."""
-    return lax.dot_general(
-        x_RK,
-        dy_RN,
-        (((0,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+def rows_product(x_KR: Array, dy_RN: Array) -> Array:
+    """`x^T dy` in f32, `x^T` given; leading axes are batch axes."""
+    return jnp.matmul(
+        x_KR, dy_RN, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
