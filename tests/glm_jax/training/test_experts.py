@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from glm_jax.model import GlmModel
+from glm_jax.model.moe import Moe
 from glm_jax.numerics.arithmetic import Arithmetic
 from glm_jax.numerics.contract import NumericsContract
 from glm_jax.numerics.primitives import swiglu
@@ -22,9 +23,9 @@ N_ROWS, N_LEAF = 128, 16
 
 
 @functools.cache
-def layer():
+def layer() -> Moe:
     blocks = [b for segment in GlmModel.init(THREE).segments for b in segment.blocks]
-    sparse = next(b.feed_forward for b in blocks if hasattr(b.feed_forward, "router"))
+    sparse = next(b.feed_forward for b in blocks if isinstance(b.feed_forward, Moe))
     graphdef, state = nnx.split(sparse)
     return nnx.merge(graphdef, jax.tree.map(lambda x: x[0], state))
 
@@ -49,6 +50,7 @@ def data():
 def run(contract, state, train, y, ids, gates, d):
     graphdef, _ = nnx.split(layer())
     experts = nnx.merge(graphdef, state)
+    assert isinstance(experts, Moe)
     shapes = {
         "gate_up": (THREE.hidden_size, 2 * THREE.moe_intermediate_size),
         "down": (THREE.moe_intermediate_size, THREE.hidden_size),
@@ -65,8 +67,16 @@ def gradients(placement=None, n_leaf=N_LEAF):
     """Derivatives of each sequence's rows and gates, and of the weights."""
     contract = NumericsContract(token_leaf=n_leaf, backward_expert_tile=8)
     tokens = [np.zeros(n, np.int64) for n in LENGTHS]
-    sizes = {"n_rows": N_ROWS, "max_length": 80, "n_chunks": 16}
-    train, rows = pack(THREE, contract, tokens, tokens, placement=placement, **sizes)
+    train, rows = pack(
+        THREE,
+        contract,
+        tokens,
+        tokens,
+        n_rows=N_ROWS,
+        max_length=80,
+        placement=placement,
+        n_chunks=16,
+    )
     arrays = [np.full((N_ROWS, *x.shape[1:]), 1, x.dtype) for x in data()[0]]
     for sequence, row in zip(data(), rows, strict=True):
         for whole, part in zip(arrays, sequence, strict=True):
