@@ -125,20 +125,24 @@ def experts_vjp(
         )
         return results, counter
 
-    (n, d_model), width, dtype = rows.d_out_MD.shape, down_EFD.shape[1], y_TD.dtype
-    empty = Results(
+    n_used = jnp.sum(plan.counts_E > 0, dtype=jnp.int32)
+    start = (_no_results(rows, down_EFD.shape[1]), counter)
+    results, counter = lax.fori_loop(0, n_used, expert, start)
+    valid_T1 = valid_T[:, None]
+    d_y_TD = jnp.where(valid_T1, add_slots(results.d_x_MD, order.place_M, n_rows), 0)
+    d_gates_Tk = results.d_gate_M[order.place_M].reshape(n_rows, k)
+    return d_y_TD, jnp.where(valid_T1, d_gates_Tk, 0.0), counter
+
+
+def _no_results(rows: Rows, width: int) -> Results:
+    (n, d_model), dtype = rows.x_MD.shape, rows.x_MD.dtype
+    return Results(
         jnp.zeros((n, d_model), dtype),
         jnp.zeros(n, jnp.float32),
         jnp.zeros((d_model, n), dtype),
         jnp.zeros((n, 2 * width), dtype),
         jnp.zeros((width, n), dtype),
     )
-    n_used = jnp.sum(plan.counts_E > 0, dtype=jnp.int32)
-    results, counter = lax.fori_loop(0, n_used, expert, (empty, counter))
-    valid_T1 = valid_T[:, None]
-    d_y_TD = jnp.where(valid_T1, add_slots(results.d_x_MD, order.place_M, n_rows), 0)
-    d_gates_Tk = results.d_gate_M[order.place_M].reshape(n_rows, k)
-    return d_y_TD, jnp.where(valid_T1, d_gates_Tk, 0.0), counter
 
 
 def _rows_vjp(
