@@ -22,9 +22,9 @@ CASES = (
         )
     ),
     *(case("rows", dtype, "rows", R=1, I=4, J=32, P=9, s=16, p=9) for dtype in DTYPES),
-    case("decode", "bfloat16", "glm-5.2", R=16, I=32, J=128, P=16384, s=64, p=16384),
-    case("prompt", "bfloat16", "glm-5.2", R=1024, I=32, J=128, P=16384, s=64, p=512),
-    case("decode", "float32", "glm-5.2", R=16, I=32, J=128, P=4096, s=64, p=512),
+    case("decode", "bfloat16", "glm-5.2", R=16, I=32, J=128, P=2048, s=64, p=16384),
+    case("prompt", "bfloat16", "glm-5.2", R=1024, I=32, J=128, P=2048, s=64, p=512),
+    case("decode", "float32", "glm-5.2", R=16, I=32, J=128, P=2048, s=64, p=512),
 )
 
 N_LAYERS, LAYER = 2, 1
