@@ -4,6 +4,7 @@ The settings are environment variables, so that programs a test starts inherit t
 set before jax is imported: `pytest_configure` comes before any test module is loaded.
 """
 
+import gc
 import hashlib
 import os
 import platform
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKE_DEVICES = "--xla_force_host_platform_device_count=8"
+MOST_MAPPINGS = 20_000
+"""Memory mappings of a process after which compiled programs are dropped."""
 LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|0\.0\.0\.0|::|")
 
 
@@ -95,6 +98,20 @@ def no_network() -> Iterator[None]:
         patch.setattr(socket.socket, "connect_ex", guard_connect(socket.socket.connect_ex))
         patch.setattr(socket, "getaddrinfo", getaddrinfo)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings() -> Iterator[None]:
+    """Drops compiled programs of the files before, where there are too many.
+
+    XLA's CPU code takes some mappings a program; past the kernel's limit (65,530) it crashes.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    n_mappings = maps.read_bytes().count(b"\n") if maps.exists() else 0
+    if "jax" in sys.modules and n_mappings > MOST_MAPPINGS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
